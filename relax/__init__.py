@@ -1,0 +1,1 @@
+"""Relax: an asynchronous reinforcement-learning engine for language models."""
