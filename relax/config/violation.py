@@ -1,0 +1,23 @@
+"""What every check of a run's configuration returns."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One reason why a run is refused, told so that a newcomer can act on it.
+
+    `option` is the flag as typed (`--global-batch-size`) or the topology key, `value` what was seen, `problem` what is
+    wrong with it and `fix` what to change. `source` says where the value came from; checks that see only the options
+    leave it empty and the loader fills it in.
+    """
+
+    option: str
+    value: object
+    problem: str
+    fix: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f" (from {self.source})" if self.source else ""
+        return f"{self.option} = {self.value!r}{where}: {self.problem}. {self.fix}"
