@@ -1,0 +1,238 @@
+"""Every message of the pipeline. Above each class: who sends it to whom, and when.
+
+A message is small and frozen. Tensors travel as a `Payload`, small arrays as raw frames. `tell` messages are retried
+until acknowledged and may arrive after the truth moved on: whatever carries a `Lease` is accepted by compare-and-set
+against the ledger, so a duplicate or a zombie is harmless. `ask` messages name their reply in the comment.
+"""
+
+import numpy as np
+
+from relax.protocol.codec import message
+from relax.protocol.payload import Payload
+
+
+@message
+class Lease:
+    """The right to work on one draw of one group. A result with an old fence is stale."""
+
+    group: int
+    attempt: int
+    lineage: int
+    fence: int
+
+
+@message
+class Member:
+    """One live service process, as the registry knows it."""
+
+    name: str
+    role: str
+    endpoint: str
+    incarnation: str
+
+
+# --- membership ------------------------------------------------------------------------------------------------------
+
+
+# service -> controller, first thing after its mailbox is bound; asked again until the controller is there.
+# Reply: Registered.
+@message
+class Register:
+    member: Member
+    node: str
+    pid: int
+    options: dict[str, str]  # resolved options as JSON values: a service started with others is refused
+
+
+# controller -> service, reply to Register.
+@message
+class Registered:
+    num_batches: int | None  # None while the end of the data is unknown
+    members: tuple[Member, ...]
+
+
+# controller -> every service, whenever the registry changes.
+@message
+class Members:
+    members: tuple[Member, ...]
+
+
+# service -> controller, every heartbeat interval. `counters` only grow: seconds waited by reason, tokens generated, ...
+# Reply: HeartbeatReceived.
+@message
+class Heartbeat:
+    name: str
+    incarnation: str
+    activity: str
+    counters: dict[str, float]
+
+
+# controller -> service, reply to Heartbeat.
+@message
+class HeartbeatReceived:
+    pass
+
+
+# controller -> every service, once, when the run is over; the receiver closes and exits 0.
+@message
+class Shutdown:
+    reason: str
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+@message
+class GroupOrder:
+    """One group to sample. `row` is the dataset's row as JSON; what a sample draws depends on (run seed, epoch,
+    prompt_id, sample index, attempt) alone."""
+
+    lease: Lease
+    prompt_id: int
+    epoch: int
+    prompt_tokens: np.ndarray  # int32 [prompt tokens]
+    row: bytes
+
+
+# controller -> rollout, when the gate lets groups be issued to this replica. In lockstep one message holds the whole
+# share of a batch, and all of it is queued before the engine's first step.
+@message
+class Generate:
+    orders: tuple[GroupOrder, ...]
+    together: bool
+
+
+# rollout -> controller, when every sample of the group has ended.
+@message
+class Sampled:
+    lease: Lease
+    oldest_version: int
+    tokens: int  # response tokens of all samples
+
+
+# rollout -> reward, with Sampled.
+@message
+class Score:
+    order: GroupOrder
+    payload: Payload  # arrays of SampledGroup (relax/services/rollout.py)
+
+
+# reward -> advantages, when every sample has its reward. `reward` is float64 [samples]; `scored` uint8 [samples] is 0
+# where the reward function abstained.
+@message
+class Scored:
+    order: GroupOrder
+    payload: Payload
+    rewards: np.ndarray
+    scored: np.ndarray
+
+
+# reward -> controller, with Scored.
+@message
+class RewardDone:
+    lease: Lease
+
+
+# advantages -> controller, when the group passed the filters and its tensors are here.
+@message
+class Ready:
+    lease: Lease
+    oldest_version: int
+    tokens: int
+
+
+# rollout | reward | advantages -> controller: this draw cannot be used. The controller counts it and draws again with
+# the next attempt, or sets the prompt aside.
+@message
+class Rejected:
+    lease: Lease
+    stage: str
+    reason: str
+    detail: str
+
+
+# controller -> rollout, advantages, when groups ended (trained or dropped): their tensors may go.
+@message
+class Release:
+    groups: tuple[int, ...]
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+# controller -> advantages, at the commit of a batch; the members' staleness is fixed from here on.
+@message
+class Assemble:
+    batch: int
+    leases: tuple[Lease, ...]
+
+
+# advantages -> controller, when the batch was sent on: the metrics it alone can see.
+@message
+class Assembled:
+    batch: int
+    metrics: dict[str, tuple[str, float, float]]
+
+
+# advantages -> actor (and critic), in answer to Assemble. Arrays: relax/services/train_batch.py.
+@message
+class TrainBatch:
+    batch: int
+    leases: tuple[Lease, ...]
+    payload: Payload
+
+
+# actor -> controller, when it begins batch b: the next batch may be committed.
+@message
+class Started:
+    batch: int
+
+
+# actor -> controller, after the last optimizer step of batch b; v rises to b + 1.
+@message
+class Trained:
+    batch: int
+    metrics: dict[str, tuple[str, float, float]]
+    samples: int
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+# actor -> controller: all bytes of this version are stored; `manifest` is the JSON of a relax.weights Manifest.
+@message
+class Published:
+    version: int
+    manifest: bytes
+
+
+# controller -> rollout: serve this version as soon as you have drained; a newer one replaces it.
+@message
+class Announce:
+    version: int
+    manifest: bytes
+
+
+# rollout -> controller: this version is loaded and every further token is sampled by it. `capacity` is how many groups
+# the replica takes at a time.
+@message
+class Serving:
+    version: int
+    capacity: int
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+# controller -> actor, after the last batch: publish what is not published yet and write the export.
+# Reply: Finished.
+@message
+class Finish:
+    pass
+
+
+# actor -> controller, reply to Finish.
+@message
+class Finished:
+    version: int
+    export: str
