@@ -1,0 +1,146 @@
+"""The two bundles of tensors that travel: the samples of a group, and the batch the trainer takes.
+
+Both are ragged and flat: sample after sample, with the lengths beside. Nobody pads before the last moment, so padding
+can never become data. Every bundle is checked when it is taken apart; what does not fit names the bundle and the field.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+FINISH_STOP = 0  # the engine reports a stop token
+FINISH_LENGTH = 1  # the engine reports the length limit: a truncated response
+
+Arrays = dict[str, np.ndarray]
+
+
+class BadTensors(ValueError):
+    """A bundle of arrays that contradicts itself; the text names the bundle, the field and what was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGroup:
+    """What the engine sampled for one group of n samples with R version runs in all.
+
+    response_tokens: int32 [sum of response_lens]; response_lens: int32 [n]; behaviour_logprobs: float32, one a token;
+    finish: uint8 [n], FINISH_STOP or FINISH_LENGTH; runs: int64 [R, 3] rows (sample, version, tokens), in token order.
+    """
+
+    response_tokens: np.ndarray
+    response_lens: np.ndarray
+    behaviour_logprobs: np.ndarray
+    finish: np.ndarray
+    runs: np.ndarray
+
+    def arrays(self) -> Arrays:
+        return _arrays(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, where: str) -> "SampledGroup":
+        """Raises BadTensors, naming `where`, when lengths disagree or a log-prob is not finite."""
+        group = cls(**_take(cls, arrays, where))
+        tokens = int(group.response_lens.sum())
+        _same(where, "response_tokens", len(group.response_tokens), tokens)
+        _same(where, "behaviour_logprobs", len(group.behaviour_logprobs), tokens)
+        _same(where, "finish", len(group.finish), len(group.response_lens))
+        _runs(where, group.runs, group.response_lens)
+        if not np.isfinite(group.behaviour_logprobs).all():
+            bad = int(np.flatnonzero(~np.isfinite(group.behaviour_logprobs))[0])
+            raise BadTensors(f"{where}: behaviour_logprobs[{bad}] is {group.behaviour_logprobs[bad]}, not a number")
+        return group
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that sampled any token. A group of empty responses has its runs' version all the same."""
+        return int(self.runs[:, 1].min())
+
+    def responses(self) -> list[np.ndarray]:
+        return np.split(self.response_tokens, np.cumsum(self.response_lens)[:-1])
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTensors:
+    """The batch for the trainer: N samples in (group id, sample index) order, R version runs.
+
+    tokens: int32 [sum(prompt_lens + response_lens)], prompt then response, sample after sample; prompt_lens,
+    response_lens: int32 [N]; loss_mask: uint8, behaviour_logprobs and advantages: float32, one a response token;
+    rewards: float64 [N], NaN where the reward function abstained; group_ids: int64 [N]; runs: int64 [R, 3].
+    """
+
+    tokens: np.ndarray
+    prompt_lens: np.ndarray
+    response_lens: np.ndarray
+    loss_mask: np.ndarray
+    behaviour_logprobs: np.ndarray
+    advantages: np.ndarray
+    rewards: np.ndarray
+    group_ids: np.ndarray
+    runs: np.ndarray
+
+    def arrays(self) -> Arrays:
+        return _arrays(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, where: str) -> "TrainTensors":
+        """Raises BadTensors, naming `where`, when the lengths of the parts disagree."""
+        batch = cls(**_take(cls, arrays, where))
+        samples, tokens = len(batch.response_lens), int(batch.response_lens.sum())
+        for name in ("prompt_lens", "rewards", "group_ids"):
+            _same(where, name, len(getattr(batch, name)), samples)
+        for name in ("loss_mask", "behaviour_logprobs", "advantages"):
+            _same(where, name, len(getattr(batch, name)), tokens)
+        _same(where, "tokens", len(batch.tokens), tokens + int(batch.prompt_lens.sum()))
+        _runs(where, batch.runs, batch.response_lens)
+        return batch
+
+
+_DTYPES: dict[str, tuple[Any, int]] = {
+    "response_tokens": (np.int32, 1),
+    "response_lens": (np.int32, 1),
+    "behaviour_logprobs": (np.float32, 1),
+    "finish": (np.uint8, 1),
+    "runs": (np.int64, 2),
+    "tokens": (np.int32, 1),
+    "prompt_lens": (np.int32, 1),
+    "loss_mask": (np.uint8, 1),
+    "advantages": (np.float32, 1),
+    "rewards": (np.float64, 1),
+    "group_ids": (np.int64, 1),
+}
+
+
+def _arrays(bundle: Any) -> Arrays:
+    return {f.name: getattr(bundle, f.name) for f in fields(bundle)}
+
+
+def _take(cls: Any, arrays: Arrays, where: str) -> Arrays:
+    names = [f.name for f in fields(cls)]
+    if missing := [n for n in names if n not in arrays]:
+        raise BadTensors(f"{where}: {cls.__name__} lacks {', '.join(missing)}")
+    if unknown := [n for n in arrays if n not in names]:
+        raise BadTensors(f"{where}: {cls.__name__} does not know {', '.join(unknown)}")
+    for name in names:
+        dtype, dims = _DTYPES[name]
+        if arrays[name].dtype != dtype or arrays[name].ndim != dims:
+            seen = f"{arrays[name].dtype} with {arrays[name].ndim} dimensions"
+            raise BadTensors(f"{where}: {name} must be {np.dtype(dtype)} with {dims} dimensions, it is {seen}")
+    return {n: arrays[n] for n in names}
+
+
+def _same(where: str, name: str, seen: int, expected: int) -> None:
+    if seen != expected:
+        raise BadTensors(f"{where}: {name} has {seen} entries, the lengths say {expected}")
+
+
+def _runs(where: str, runs: np.ndarray, lens: np.ndarray) -> None:
+    if runs.shape[1:] != (3,):
+        raise BadTensors(f"{where}: runs must be [R, 3] (sample, version, tokens), it is {list(runs.shape)}")
+    if len(runs) and (runs[:, 0].min() < 0 or runs[:, 0].max() >= len(lens)):
+        raise BadTensors(f"{where}: runs name sample {int(runs[:, 0].max())} of {len(lens)}")
+    covered = np.bincount(runs[:, 0], weights=runs[:, 2], minlength=len(lens)).astype(np.int64)
+    if not np.array_equal(covered, lens):
+        bad = int(np.flatnonzero(covered != lens)[0])
+        raise BadTensors(f"{where}: the runs of sample {bad} cover {covered[bad]} tokens of {lens[bad]}")
+    if len(lens) and not np.isin(np.arange(len(lens)), runs[:, 0]).all():
+        raise BadTensors(f"{where}: a sample has no version run")
