@@ -1,5 +1,6 @@
 """What every check of a run's configuration returns."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -21,3 +22,11 @@ class Violation:
     def __str__(self) -> str:
         where = f" (from {self.source})" if self.source else ""
         return f"{self.option} = {self.value!r}{where}: {self.problem}. {self.fix}"
+
+
+class ConfigError(Exception):
+    """A run is refused; `violations` holds every reason, not only the first."""
+
+    def __init__(self, violations: Sequence[Violation]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("\n".join(str(violation) for violation in self.violations))

@@ -1,0 +1,1 @@
+"""Starting, supervising and ending a run on one host."""

@@ -1,0 +1,288 @@
+"""The run directory, and the two places of a run outside it: sockets in a short path, weights in shared memory.
+
+Layout (relax never writes outside these three):
+
+    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
+                 logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
+    runtime_dir  /tmp/relax-XXXXXXXX or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
+    shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
+
+Whoever takes part in a run on this host holds a shared lock on runtime_dir. A lock dies with its process, so the last
+one out can tell that it is the last, and a newcomer can tell a live run from the remains of a dead one.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from relax.config.violation import ConfigError, Violation
+
+SHM_ROOT = Path("/dev/shm")
+# "ipc:///" path of the longest socket name must stay below 107 bytes.
+LONGEST_RUNTIME_DIR = 60
+# What may differ between services of one run: where each of them finds it, and how much it logs.
+PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
+
+
+class RunDir:
+    """One run as seen from this host. Make it with `create`, `create_or_join` or `load`, never directly.
+
+    The first two take part in the run: they hold the lock until `leave` (or death). `load` only looks.
+    """
+
+    def __init__(self, path: Path, run_id: str, runtime_dir: Path, shm_dir: Path, member: int | None = None) -> None:
+        self.path = path
+        self.run_id = run_id
+        self.runtime_dir = runtime_dir
+        self.shm_dir = shm_dir
+        self._member = member
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def topology(self) -> Path:
+        return self.path / "topology.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.sqlite"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    def log(self, service: str) -> Path:
+        """Structured log of a service."""
+        return self.logs / f"{service}.jsonl"
+
+    def out(self, service: str) -> Path:
+        """stdout and stderr of a service."""
+        return self.logs / f"{service}.out"
+
+    def endpoint(self, service: str) -> str:
+        """The ipc endpoint where a service binds: `ipc:///tmp/relax-1a2b3c4d/rollout-0.sock`."""
+        return f"ipc://{self.runtime_dir / service}.sock"
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | None,
+        *,
+        name: str = "relax",
+        directory: Path = Path("runs"),
+        config: str = "",
+        topology: str = "",
+    ) -> "RunDir":
+        """Opens a new run in `path`, or in the first free `<directory>/<name>-<n>`, and takes part in it.
+
+        `config` and `topology` are the texts of config.yaml and topology.yaml. Raises ConfigError when `path` holds
+        a run already, dead or alive.
+        """
+        path = numbered(directory, name) if path is None else path.absolute()
+        with _creating(path):
+            if _live(path):
+                raise ConfigError([_refusal(path, "a run is going on there")])
+            return cls._open(path, config, topology)
+
+    @classmethod
+    def create_or_join(cls, path: Path, *, config: str = "", topology: str = "", deadline: float = 10.0) -> "RunDir":
+        """Takes part in the run at `path`; opens it if nobody has: exactly one of any number of callers does.
+
+        For services started one by one in any order. Raises ConfigError when `path` holds a run that has ended, or a
+        live one with other options (every difference named), and TimeoutError after `deadline` seconds.
+        """
+        path = path.absolute()
+        with _creating(path, deadline):
+            if not _live(path):
+                return cls._open(path, config, topology)
+            run = cls.load(path)
+            differences = list(_differences(run.config, config))
+            if differences:
+                raise ConfigError(differences)
+            run._member = _lock(run.runtime_dir, fcntl.LOCK_SH)
+            return run
+
+    @classmethod
+    def load(cls, path: Path) -> "RunDir":
+        """Looks at a run without taking part. Raises ConfigError when there is none at `path`."""
+        record = path / "runtime.json"
+        if not record.is_file():
+            raise ConfigError(
+                [
+                    Violation(
+                        "--run-dir", str(path), f"is no run directory: it has no {record.name}", "Name one that has."
+                    )
+                ]
+            )
+        facts = json.loads(record.read_text())
+        return cls(path.absolute(), facts["run_id"], Path(facts["runtime_dir"]), Path(facts["shm_dir"]))
+
+    def leave(self, deadline: float = 2.0) -> bool:
+        """Ends this process's part in the run; the last one on the host removes sockets and shared memory.
+
+        True when that was this process. Calling it again does nothing.
+        """
+        if self._member is None:
+            return False
+        os.close(self._member)
+        self._member = None
+        # Without the creator's lock (a directory taken away, a creator that is stuck) the removal is left to the sweep.
+        with contextlib.suppress(TimeoutError, FileNotFoundError), _creating(self.path, deadline, make=False):
+            return _remove_if_dead(self.runtime_dir, self.shm_dir)
+        return False
+
+    @classmethod
+    def _open(cls, path: Path, config: str, topology: str) -> "RunDir":
+        for remains in ("ledger.sqlite", "metrics.jsonl"):
+            if (path / remains).exists():
+                raise ConfigError([_refusal(path, f"it holds the {remains} of an earlier run")])
+        run_id = secrets.token_hex(6)
+        runtime_dir = _make_runtime_dir()
+        shm_dir = SHM_ROOT / f"relax-{run_id}"
+        shm_dir.mkdir(mode=0o700)
+        run = cls(path, run_id, runtime_dir, shm_dir, _lock(runtime_dir, fcntl.LOCK_SH))
+        for folder in (run.logs, run.samples, run.weights):
+            folder.mkdir(exist_ok=True)
+        run.config.write_text(config)
+        run.topology.write_text(topology)
+        facts = {
+            "run_id": run_id,
+            "runtime_dir": str(runtime_dir),
+            "shm_dir": str(shm_dir),
+            "host": socket.gethostname(),
+            "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        # Renamed into place last: a reader that finds it finds everything else.
+        aside = path / ".runtime.json"
+        aside.write_text(json.dumps(facts, indent=2) + "\n")
+        aside.rename(path / "runtime.json")
+        return run
+
+
+def numbered(directory: Path, name: str) -> Path:
+    """Makes and returns `<directory>/<name>-<n>`, n one above the highest there is; safe against other launchers."""
+    directory = directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    taken = (re.fullmatch(re.escape(name) + r"-(\d+)", entry.name) for entry in directory.iterdir())
+    n = 1 + max((int(match[1]) for match in taken if match), default=0)
+    while True:
+        try:
+            (directory / f"{name}-{n}").mkdir()
+        except FileExistsError:
+            n += 1
+        else:
+            return directory / f"{name}-{n}"
+
+
+def remove_places(runtime_dir: Path, shm_dir: Path) -> None:
+    """Removes a run's sockets and shared memory; what is not there is fine."""
+    for place in (runtime_dir, shm_dir):
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Iterator[None]:
+    """Holds the directory's own lock, under which runs are opened, joined and cleared away."""
+    if make:
+        path.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        end = time.monotonic() + deadline
+        while not _try_lock(fd, fcntl.LOCK_EX):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{path}: another process has been opening this run for {deadline:g} s")
+            time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lock(directory: Path, kind: int) -> int:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(fd, kind)
+    return fd
+
+
+def _live(path: Path) -> bool:
+    """Whether somebody takes part in a run at `path`; the remains of a dead one are cleared away."""
+    if not (path / "runtime.json").is_file():
+        return False
+    run = RunDir.load(path)
+    return run.runtime_dir.is_dir() and not _remove_if_dead(run.runtime_dir, run.shm_dir)
+
+
+def _remove_if_dead(runtime_dir: Path, shm_dir: Path) -> bool:
+    if not runtime_dir.is_dir():
+        return False
+    fd = os.open(runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _try_lock(fd, fcntl.LOCK_EX):
+            return False
+        remove_places(runtime_dir, shm_dir)
+        return True
+    finally:
+        os.close(fd)
+
+
+def _make_runtime_dir() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    usable = base and len(base) < LONGEST_RUNTIME_DIR - 16 and os.access(base, os.W_OK | os.X_OK)
+    return Path(tempfile.mkdtemp(prefix="relax-", dir=base if usable else "/tmp"))
+
+
+def _refusal(path: Path, problem: str) -> Violation:
+    return Violation("--run-dir", str(path), problem, "Choose a new directory, or leave --run-dir out.")
+
+
+def _differences(config: Path, text: str) -> Iterator[Violation]:
+    theirs, ours = (yaml.safe_load(one) or {} for one in (config.read_text(), text))
+    for name in sorted((theirs.keys() | ours.keys()) - PER_SERVICE):
+        if theirs.get(name) != ours.get(name):
+            yield Violation(
+                "--" + name.replace("_", "-"),
+                ours.get(name),
+                f"the run was opened with {theirs.get(name)!r} ({config})",
+                "Start every service of a run with the same options.",
+            )

@@ -1,0 +1,129 @@
+"""Run directories: one creator, joiners, and nothing left in /tmp or /dev/shm."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax.config.violation import ConfigError
+from relax.launch.rundir import RunDir, numbered
+
+JOIN = """
+import pathlib, sys, time
+from relax.launch.rundir import RunDir
+run = RunDir.create_or_join(pathlib.Path(sys.argv[1]))
+print(run.run_id, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+    if started:
+        RunDir.create_or_join(tmp_path / "run").leave()
+
+
+def join_in_process(path: Path, members: list[subprocess.Popen[str]]) -> str:
+    process = subprocess.Popen([sys.executable, "-c", JOIN, str(path)], stdout=subprocess.PIPE, text=True)
+    members.append(process)
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_new_run_has_its_files_and_private_places(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", config="seed: 1\n", topology="services: {}\n")
+    assert run.config.read_text() == "seed: 1\n" and run.topology.read_text() == "services: {}\n"
+    for place in (run.runtime_dir, run.shm_dir):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert run.shm_dir == Path(f"/dev/shm/relax-{run.run_id}")
+    assert len(run.endpoint("advantages-with-a-long-name")) < 107
+    facts = json.loads((tmp_path / "run" / "runtime.json").read_text())
+    assert facts["run_id"] == run.run_id and facts["runtime_dir"] == str(run.runtime_dir)
+    assert run.leave() and not run.runtime_dir.exists() and not run.shm_dir.exists()
+
+
+def test_numbers_count_up_past_the_highest(tmp_path: Path) -> None:
+    for name in ("demo-2", "demo-10", "demo-x", "other-99"):
+        (tmp_path / name).mkdir()
+    assert numbered(tmp_path, "demo").name == "demo-11"
+    assert numbered(tmp_path, "demo").name == "demo-12"
+
+
+def test_of_many_processes_exactly_one_creates(tmp_path: Path, members: list[subprocess.Popen[str]]) -> None:
+    ids: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: ids.append(join_in_process(tmp_path / "run", members))) for _ in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ids) == 5 and len(set(ids)) == 1 and ids[0]
+
+
+def test_the_last_to_leave_removes_the_places(tmp_path: Path) -> None:
+    first = RunDir.create_or_join(tmp_path / "run")
+    second = RunDir.create_or_join(tmp_path / "run")
+    assert first.run_id == second.run_id
+    assert not first.leave() and first.runtime_dir.is_dir() and first.shm_dir.is_dir()
+    assert second.leave() and not first.runtime_dir.exists() and not first.shm_dir.exists()
+    assert not second.leave()
+
+
+def test_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.ledger.touch()
+    run.leave()
+    for enter in (RunDir.create, RunDir.create_or_join):
+        with pytest.raises(ConfigError, match=r"ledger\.sqlite of an earlier run"):
+            enter(tmp_path / "run")
+
+
+def test_a_live_run_is_joined_but_not_created_again(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    run.ledger.touch()
+    with pytest.raises(ConfigError, match="a run is going on there"):
+        RunDir.create(tmp_path / "run")
+    other = RunDir.create_or_join(tmp_path / "run")
+    assert other.run_id == run.run_id
+    run.leave()
+    other.leave()
+
+
+def test_remains_of_killed_members_are_cleared_and_the_directory_serves_again(
+    tmp_path: Path, members: list[subprocess.Popen[str]]
+) -> None:
+    dead_id = join_in_process(tmp_path / "run", members)
+    dead = RunDir.load(tmp_path / "run")
+    assert dead.run_id == dead_id and dead.shm_dir.is_dir()
+    os.kill(members[0].pid, signal.SIGKILL)
+    members[0].wait()
+    run = RunDir.create_or_join(tmp_path / "run")
+    assert run.run_id != dead_id and not dead.shm_dir.exists() and not dead.runtime_dir.exists()
+    run.leave()
+
+
+def test_joining_with_other_options_names_each_difference(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run", config="seed: 1\nlr: 0.1\nlog_level: info\n")
+    with pytest.raises(ConfigError) as refused:
+        RunDir.create_or_join(tmp_path / "run", config="seed: 2\nlr: 0.1\nlog_level: debug\n")
+    (violation,) = refused.value.violations
+    assert violation.option == "--seed" and violation.value == 2 and "opened with 1" in violation.problem
+    run.leave()
+
+
+def test_a_directory_without_a_run_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        RunDir.load(tmp_path)
