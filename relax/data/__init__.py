@@ -1,0 +1,21 @@
+"""Datasets, tokenizing and the order of prompts. Imports no torch."""
+
+from relax.data.checks import check
+from relax.data.errors import DataError
+from relax.data.sources import PromptSource, open_source
+from relax.data.stream import Position, Prompt, PromptRules, PromptStream
+from relax.data.tokenize import PromptTokenizer, Tokenized, tokenize
+
+__all__ = [
+    "DataError",
+    "Position",
+    "Prompt",
+    "PromptRules",
+    "PromptSource",
+    "PromptStream",
+    "PromptTokenizer",
+    "Tokenized",
+    "check",
+    "open_source",
+    "tokenize",
+]
