@@ -1,0 +1,177 @@
+"""Weights between Hugging Face names and Megatron-Core's, bit-exact both ways, for any tensor and pipeline size.
+
+`mapping` is the one table. Loading reads tensors one parameter at a time; exporting streams whole tensors in the
+table's order and is collective: every rank takes part and every rank gets every tensor.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from relax.megatron.checkpoint import Architecture, CheckpointError, Tensors
+from relax.megatron.layout import Columns, Gated, Layout, QueryGroups, Replicated, Vocabulary
+from relax.megatron.parallel import Grid
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """One Megatron parameter, the pipeline stage that owns it, and the Hugging Face tensors it holds."""
+
+    parameter: str  # its name on its stage: layers count from 0 there
+    stage: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    layout: Layout
+
+
+def mapping(arch: Architecture, stages: int = 1) -> list[Mapping]:
+    """Every parameter of the network, in the order of the network, over so many pipeline stages.
+
+    A tied output layer has no entry: its weight is the embedding, also where the last pipeline stage keeps a copy.
+    """
+    hidden, last = arch.hidden, stages - 1
+    vocabulary = ((arch.vocab, hidden),)
+    table = [Mapping("embedding.word_embeddings.weight", 0, (EMBEDDING,), vocabulary, Vocabulary())]
+    per_stage = arch.layers // stages
+    for layer in range(arch.layers):
+        stage, local = divmod(layer, per_stage)
+        table += [
+            Mapping(
+                f"decoder.layers.{local}.{suffix}",
+                stage,
+                tuple(f"model.layers.{layer}.{name}" for name in names),
+                shapes,
+                layout,
+            )
+            for suffix, names, shapes, layout in _layer(arch)
+        ]
+    table.append(Mapping("decoder.final_layernorm.weight", last, ("model.norm.weight",), ((hidden,),), Replicated()))
+    if not arch.tied:
+        table.append(Mapping("output_layer.weight", last, (LM_HEAD,), vocabulary, Vocabulary()))
+    return table
+
+
+_Row = tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...], Layout]
+
+
+def _layer(arch: Architecture) -> list[_Row]:
+    h, d = arch.hidden, arch.head_dim
+    q, kv, ffn = arch.heads * d, arch.query_groups * d, arch.ffn
+    qkv = tuple(f"self_attn.{part}_proj" for part in "qkv")
+    rows: list[_Row] = [
+        ("input_layernorm.weight", ("input_layernorm.weight",), ((h,),), Replicated()),
+        (
+            "self_attention.linear_qkv.weight",
+            tuple(f"{name}.weight" for name in qkv),
+            ((q, h), (kv, h), (kv, h)),
+            QueryGroups(),
+        ),
+    ]
+    if arch.qkv_bias:
+        biases = tuple(f"{name}.bias" for name in qkv)
+        rows.append(("self_attention.linear_qkv.bias", biases, ((q,), (kv,), (kv,)), QueryGroups()))
+    if arch.qk_norm:
+        rows += [
+            ("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",), ((d,),), Replicated()),
+            ("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",), ((d,),), Replicated()),
+        ]
+    return [
+        *rows,
+        ("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",), ((h, q),), Columns()),
+        ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), ((h,),), Replicated()),
+        ("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), ((ffn, h), (ffn, h)), Gated()),
+        ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), ((h, ffn),), Columns()),
+    ]
+
+
+@torch.no_grad()
+def load(model: GPTModel, tensors: Tensors, arch: Architecture, grid: Grid) -> None:
+    """Fills this rank's part of `model` from a checkpoint, cast to the model's dtype.
+
+    Raises CheckpointError when the checkpoint lacks a tensor, holds one that the network has no place for, or one of
+    another shape than its config says.
+    """
+    table = mapping(arch, grid.pipeline)
+    _check_names(tensors, table, arch)
+    if arch.tied and grid.pipeline > 1:
+        # The last of several stages keeps a copy of a tied embedding as its output layer.
+        copy = ((arch.vocab, arch.hidden),)
+        table.append(Mapping("output_layer.weight", grid.pipeline - 1, (EMBEDDING,), copy, Vocabulary()))
+    parameters = dict(model.named_parameters())
+    filled = set()
+    for entry in table:
+        if entry.stage != grid.pipeline_rank:
+            continue
+        whole = list(tensors.read(entry.names))
+        for name, tensor, shape in zip(entry.names, whole, entry.shapes, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise CheckpointError(
+                    f"{tensors.path}: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+                )
+        parameters[entry.parameter].copy_(entry.layout.cut(whole, arch, grid.tensor_rank, grid.tensor))
+        filled.add(entry.parameter)
+    if unfilled := parameters.keys() - filled:
+        raise RuntimeError(f"no weights for the parameters {_list(unfilled)}: the mapping lacks them")
+
+
+def _check_names(tensors: Tensors, table: list[Mapping], arch: Architecture) -> None:
+    expected = {name for entry in table for name in entry.names}
+    # Some writers store the tied output layer and the rotary frequencies; transformers ignores both.
+    ignored = {LM_HEAD} if arch.tied else set()
+    unknown = {name for name in tensors.names - expected - ignored if not name.endswith("rotary_emb.inv_freq")}
+    missing = expected - tensors.names
+    problems = [f"lacks {_list(missing)}"] if missing else []
+    problems += [f"holds {_list(unknown)}, which a {arch.model_type} model has no place for"] if unknown else []
+    if problems:
+        raise CheckpointError(f"{tensors.path} {' and '.join(problems)}")
+
+
+def _list(names: set[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+@torch.no_grad()
+def export(model: GPTModel, arch: Architecture, grid: Grid, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every tensor, in the order of `mapping`. Collective over the model's ranks.
+
+    The tensors are new storage on the model's device, so a later optimizer step does not change them. `gradients`
+    exports the reduced float32 gradients of the last backward pass instead of the weights.
+    """
+    parameters = dict(model.named_parameters())
+    device = next(iter(parameters.values())).device
+    dtype = torch.float32 if gradients else model.config.params_dtype
+    for entry in mapping(arch, grid.pipeline):
+        if grid.pipeline_rank == entry.stage:
+            parameter = parameters[entry.parameter]
+            local = parameter.main_grad if gradients else parameter.detach()
+            whole = entry.layout.join(_shards(local, entry.layout, grid), arch)
+        else:
+            whole = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.shapes]
+        for name, tensor in zip(entry.names, whole, strict=True):
+            yield name, _from_stage(tensor, entry.stage, grid)
+
+
+def _shards(local: Tensor, layout: Layout, grid: Grid) -> list[Tensor]:
+    if grid.tensor == 1 or not layout.sharded:
+        return [local]
+    local = local.contiguous()
+    shards = [torch.empty_like(local) for _ in range(grid.tensor)]
+    dist.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
+    return shards
+
+
+def _from_stage(tensor: Tensor, stage: int, grid: Grid) -> Tensor:
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    if grid.pipeline > 1:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
+    return tensor
