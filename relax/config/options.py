@@ -4,6 +4,7 @@ An attribute `rollout_batch_size` is the flag `--rollout-batch-size` and the key
 `rollout-batch-size`) under `options:` in a topology file. This module imports no torch and answers at once.
 """
 
+import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +25,9 @@ Estimator = Literal[
     "reinforce_plus_plus_baseline",
 ]
 Dtype = Literal["float32", "bfloat16"]
+
+# What may differ between the services of one run: where each of them finds it, and how much it logs.
+PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
 NO_REFERENCE = "There is no reference service yet, so every option of the KL is out of reach; leave them off."
@@ -308,6 +312,12 @@ class Options(
     def is_set(self, name: str) -> bool:
         """Whether the user gave this option (by flag, topology file or constructor), whatever its value."""
         return name in self.model_fields_set
+
+    def shared(self) -> dict[str, str]:
+        """The options on which all services of a run agree, each as JSON text."""
+        return {
+            name: json.dumps(value) for name, value in self.model_dump(mode="json").items() if name not in PER_SERVICE
+        }
 
 
 def _default(name: str) -> Any:

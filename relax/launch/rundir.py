@@ -2,7 +2,7 @@
 
 Layout (relax never writes outside these three):
 
-    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
+    <run_dir>/   config.yaml topology.yaml runtime.json controller ledger.sqlite metrics.jsonl
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-XXXXXXXX or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -11,6 +11,7 @@ Whoever takes part in a run on this host holds a shared lock on runtime_dir. A l
 one out can tell that it is the last, and a newcomer can tell a live run from the remains of a dead one.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import json
@@ -27,13 +28,12 @@ from pathlib import Path
 
 import yaml
 
+from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
 
 SHM_ROOT = Path("/dev/shm")
 # "ipc:///" path of the longest socket name must stay below 107 bytes.
 LONGEST_RUNTIME_DIR = 60
-# What may differ between services of one run: where each of them finds it, and how much it logs.
-PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
 
 
 class RunDir:
@@ -41,6 +41,8 @@ class RunDir:
 
     The first two take part in the run: they hold the lock until `leave` (or death). `load` only looks.
     """
+
+    lineage = 0
 
     def __init__(self, path: Path, run_id: str, runtime_dir: Path, shm_dir: Path, member: int | None = None) -> None:
         self.path = path
@@ -66,36 +68,53 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def logs(self) -> Path:
+    def logs_dir(self) -> Path:
         return self.path / "logs"
 
     @property
-    def samples(self) -> Path:
+    def samples_dir(self) -> Path:
         return self.path / "samples"
 
     @property
-    def weights(self) -> Path:
+    def weights_dir(self) -> Path:
         return self.path / "weights"
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
     @property
-    def export(self) -> Path:
+    def export_dir(self) -> Path:
         return self.path / "export"
 
     def log(self, service: str) -> Path:
         """Structured log of a service."""
-        return self.logs / f"{service}.jsonl"
+        return self.logs_dir / f"{service}.jsonl"
 
     def out(self, service: str) -> Path:
         """stdout and stderr of a service."""
-        return self.logs / f"{service}.out"
+        return self.logs_dir / f"{service}.out"
 
     def endpoint(self, service: str) -> str:
         """The ipc endpoint where a service binds: `ipc:///tmp/relax-1a2b3c4d/rollout-0.sock`."""
         return f"ipc://{self.runtime_dir / service}.sock"
+
+    def publish_controller(self, endpoint: str) -> None:
+        """Records where the controller really listens; the controller does this once it is bound."""
+        aside = self.path / ".controller"
+        aside.write_text(endpoint + "\n")
+        aside.rename(self.path / "controller")
+
+    async def controller_endpoint(self, deadline: float) -> str:
+        """The controller's endpoint, as soon as there is one. Raises TimeoutError at `deadline` (time.monotonic)."""
+        began = time.monotonic()
+        record = self.path / "controller"
+        while not record.is_file():
+            if time.monotonic() >= deadline:
+                waited = time.monotonic() - began
+                raise TimeoutError(f"no controller came up in {self.path} within {waited:.0f} s; start one there")
+            await asyncio.sleep(0.05)
+        return record.read_text().strip()
 
     @classmethod
     def create(
@@ -170,12 +189,14 @@ class RunDir:
         for remains in ("ledger.sqlite", "metrics.jsonl"):
             if (path / remains).exists():
                 raise ConfigError([_refusal(path, f"it holds the {remains} of an earlier run")])
+        # The remains of a run that died before it began would send newcomers to an endpoint of nobody.
+        (path / "controller").unlink(missing_ok=True)
         run_id = secrets.token_hex(6)
         runtime_dir = _make_runtime_dir()
         shm_dir = SHM_ROOT / f"relax-{run_id}"
         shm_dir.mkdir(mode=0o700)
         run = cls(path, run_id, runtime_dir, shm_dir, _lock(runtime_dir, fcntl.LOCK_SH))
-        for folder in (run.logs, run.samples, run.weights):
+        for folder in (run.logs_dir, run.samples_dir, run.weights_dir):
             folder.mkdir(exist_ok=True)
         run.config.write_text(config)
         run.topology.write_text(topology)

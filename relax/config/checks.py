@@ -1,0 +1,238 @@
+"""Whether the options of a run fit each other. Pure: looks at no file and no machine (see machine.py for those).
+
+Each check names the options it reads: where one of them was refused already, its stand-in says nothing and the check
+is left out. A check yields violations; together they are the one message a user gets.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from math import prod
+
+from relax.config.fields import flag
+from relax.config.options import Options
+from relax.config.resolve import Resolved
+from relax.config.violation import Violation
+
+Check = Callable[[Resolved], Iterable[Violation]]
+
+
+def check_options(resolved: Resolved) -> list[Violation]:
+    """Every violation between options, those of the algorithm's contract included, each with its source."""
+    from relax.algorithms.contracts import violations
+
+    found = [
+        violation for check in CHECKS if check.reads.isdisjoint(resolved.suspects) for violation in check(resolved)
+    ]
+    named = {violation.option for violation in found}
+    contract = [violation for violation in violations(resolved.options) if violation.option not in named]
+    return located(resolved, [*found, *contract])
+
+
+def warnings(resolved: Resolved) -> list[str]:
+    """What is legal but probably not meant; printed once at start."""
+    from relax.algorithms.contracts import warnings as algorithm_warnings
+
+    return list(algorithm_warnings(resolved.options))
+
+
+def located(resolved: Resolved, found: Iterable[Violation]) -> list[Violation]:
+    """`found` with sources filled in, without those of options that are refused for themselves or not built yet."""
+    kept = []
+    for violation in found:
+        name = violation.option.removeprefix("--").replace("-", "_")
+        if name in resolved.suspects or violation in kept:
+            continue
+        source = violation.source or resolved.sources.get(name, "")
+        kept.append(replace(violation, source="" if source == "default" else source))
+    return kept
+
+
+class _Reading:
+    def __init__(self, check: Check, reads: frozenset[str]) -> None:
+        self.check, self.reads = check, reads
+
+    def __call__(self, resolved: Resolved) -> Iterable[Violation]:
+        return self.check(resolved)
+
+
+CHECKS: list[_Reading] = []
+
+
+def _reads(*names: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        CHECKS.append(_Reading(check, frozenset(names)))
+        return check
+
+    return register
+
+
+def _refuse(options: Options, name: str, problem: str, fix: str) -> Violation:
+    return Violation(flag(name), getattr(options, name), problem, fix)
+
+
+@_reads("num_rollout", "num_epoch")
+def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.num_rollout is None and options.num_epoch is None:
+        yield _refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+
+
+@_reads("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
+def _batch_sizes_divide(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    groups, per_group = options.rollout_batch_size, options.n_samples_per_prompt
+    samples, steps, step = groups * per_group, options.num_steps_per_rollout, options.global_batch_size
+    if samples == steps * step:
+        return
+    batch = f"a rollout batch has {groups} prompts x {per_group} samples = {samples} samples"
+    divisors = [size for size in range(1, samples + 1) if samples % size == 0]
+    if options.is_set("global_batch_size") and not options.is_set("num_steps_per_rollout"):
+        near = sorted(divisors, key=lambda size: abs(size - step))[:3]
+        fix = f"Set it to a divisor of {samples}, e.g. {_either(sorted(near))}."
+        yield _refuse(options, "global_batch_size", f"{batch}, which steps of {step} do not divide", fix)
+    elif options.is_set("global_batch_size"):
+        problem = f"{batch}, but {steps} steps of {step} are {steps * step}"
+        fix = f"Set --global-batch-size {samples // steps or 1} or leave it out." if samples % steps == 0 else ""
+        yield _refuse(
+            options,
+            "global_batch_size",
+            problem,
+            fix or f"Leave --num-steps-per-rollout out; {step} must divide {samples}.",
+        )
+    else:
+        near = sorted(divisors, key=lambda count: abs(count - steps))[:3]
+        fix = f"Set it to a divisor of {samples}, e.g. {_either(sorted(near))}."
+        yield _refuse(options, "num_steps_per_rollout", f"{batch}, which {steps} steps do not divide", fix)
+
+
+@_reads("max_staleness", "rollout_lead", "update_weights_interval")
+def _staleness_lead_and_interval(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    bound, lead, interval = options.max_staleness, options.rollout_lead, options.update_weights_interval
+    if lead > bound:
+        problem = f"batches this far ahead would be trained too old: --max-staleness is {bound}"
+        yield _refuse(options, "rollout_lead", problem, f"Set --rollout-lead to at most {bound}, or leave it out.")
+    if interval - 1 > min(bound, lead):
+        which = "--max-staleness" if bound < interval - 1 else "--rollout-lead"
+        problem = f"rollout would wait for ever for a version that only the next batches bring: {which} is too small"
+        fix = f"Set --max-staleness and --rollout-lead to at least {interval - 1}, or --update-weights-interval to 1."
+        yield _refuse(options, "update_weights_interval", problem, fix)
+
+
+@_reads("max_staleness", "use_tis", "use_rollout_logprobs", "no_off_policy_correction", "advantage_estimator")
+def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    corrected = options.use_tis or options.use_rollout_logprobs
+    if options.no_off_policy_correction and (options.max_staleness == 0 or corrected):
+        why = "in lockstep there is nothing to correct" if options.max_staleness == 0 else "a correction is on"
+        yield _refuse(options, "no_off_policy_correction", f"cannot act: {why}", "Leave it out.")
+    if options.max_staleness == 0 or corrected or options.no_off_policy_correction:
+        return
+    if options.advantage_estimator == "m2po":
+        # Its own contract asks for --use-rollout-logprobs; no other way is open to it.
+        return
+    problem = (
+        "samples of older policies need a correction, and there is none: with recomputed log-probs and one step per "
+        "batch the ratio is 1, so that clipping cannot act"
+    )
+    fix = "Add --use-tis or --use-rollout-logprobs; or --no-off-policy-correction, if that is what you want to study."
+    yield _refuse(options, "max_staleness", problem, fix)
+
+
+@_reads("rm_type", "custom_rm_path", "rm_exact", "label_key")
+def _one_reward(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.rm_type is None and options.custom_rm_path is None:
+        fix = "Choose reasoning_gym, math or exact_match, or give --custom-rm-path module:function."
+        yield _refuse(options, "rm_type", "is not set, so nothing says what a good response is", fix)
+    if options.rm_type is not None and options.custom_rm_path is not None:
+        yield _refuse(options, "custom_rm_path", f"--rm-type {options.rm_type} is set too", "Keep one of them.")
+    if options.rm_exact and options.rm_type != "reasoning_gym":
+        yield _refuse(options, "rm_exact", "acts with --rm-type reasoning_gym only", "Leave it out.")
+    if options.rm_type in ("math", "exact_match") and options.label_key is None:
+        yield _refuse(
+            options, "label_key", f"--rm-type {options.rm_type} compares with it", "Name the answer's column."
+        )
+
+
+@_reads("lr_decay_style", "lr_decay_steps", "lr_warmup_steps", "min_lr", "lr", "num_rollout", "num_steps_per_rollout")
+def _schedule(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    style, steps, warmup = options.lr_decay_style, options.lr_decay_steps, options.lr_warmup_steps
+    if style == "constant":
+        for name in ("lr_decay_steps", "min_lr"):
+            if options.is_set(name):
+                yield _refuse(
+                    options, name, "cannot act: --lr-decay-style is constant", "Leave it out, or choose a style."
+                )
+    elif steps is None:
+        fix = "Set --lr-decay-steps (in optimizer steps) or --num-rollout."
+        yield _refuse(options, "lr_decay_style", "needs to know where the decay ends", fix)
+    elif options.min_lr > options.lr:
+        yield _refuse(options, "min_lr", f"is above --lr {options.lr:g}", "Set it below.")
+    end = steps if style != "constant" else None
+    if end is None and options.num_rollout is not None:
+        end = options.num_rollout * options.num_steps_per_rollout
+    if end is not None and warmup and warmup >= end:
+        problem = f"the whole schedule has {end} optimizer steps, so the rate would never reach --lr"
+        yield _refuse(options, "lr_warmup_steps", problem, f"Set it below {end}.")
+
+
+@_reads(
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "sequence_parallel", "global_batch_size"
+)
+def _ranks(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.sequence_parallel and options.tensor_parallel_size == 1:
+        problem = "cannot act: --tensor-parallel-size is 1"
+        yield _refuse(options, "sequence_parallel", problem, "Leave it out.")
+    model = model_ranks(options)
+    for actor in resolved.topology.role("actor") if resolved.topology else ():
+        ranks = actor.ranks or model
+        where = "services.actor.ranks"
+        if ranks % model:
+            problem = f"one copy of the model takes {model} ranks (tensor x pipeline x context parallel)"
+            yield Violation(where, ranks, problem, f"Set it to a multiple of {model}.", actor.source)
+        elif options.global_batch_size % (ranks // model):
+            problem = (
+                f"{ranks // model} data-parallel ranks do not divide --global-batch-size {options.global_batch_size}"
+            )
+            yield Violation(where, ranks, problem, "Change one of them.", actor.source)
+
+
+def model_ranks(options: Options) -> int:
+    """Processes that one copy of the trained model takes."""
+    sizes = (options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size)
+    return prod(sizes)
+
+
+@_reads()
+def _engines(resolved: Resolved) -> Iterator[Violation]:
+    for service in resolved.topology.role("rollout") if resolved.topology else ():
+        if service.engine == "simulated":
+            where = "services.rollout.engine"
+            yield Violation(where, "simulated", "is not available yet", "Use vllm, or leave it out.", service.source)
+            return
+
+
+@_reads("insecure", "controller")
+def _plain_tcp_is_explicit(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    in_file = resolved.topology.controller if resolved.topology else None
+    endpoint = options.controller or in_file or ""
+    if options.controller and not options.controller.startswith(("tcp://", "ipc://")):
+        yield _refuse(options, "controller", "is no endpoint", "Write tcp://<host>:<port> or ipc://<path>.")
+    host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0]
+    beyond = endpoint.startswith("tcp://") and not (host in ("localhost", "[::1]") or host.startswith("127."))
+    if beyond and not options.insecure:
+        problem = f"{endpoint} is reachable from other hosts, in plain text and by anyone"
+        yield _refuse(options, "insecure", problem, "Add --insecure if the network is yours alone.")
+    if options.insecure and not beyond:
+        yield _refuse(options, "insecure", "cannot act: no endpoint is reachable from other hosts", "Leave it out.")
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)
+
+
+__all__ = ["CHECKS", "check_options", "located", "model_ranks", "warnings"]

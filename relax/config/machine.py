@@ -1,0 +1,164 @@
+"""Whether this machine can run what the options and the topology ask for: the checkpoint, the prompts, the reward
+function, shared memory, cores. Reads files, starts nothing, imports no torch.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax.config.checks import located
+from relax.config.fields import flag
+from relax.config.options import Options
+from relax.config.resolve import Resolved
+from relax.config.violation import Violation
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+SHM = Path("/dev/shm")
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+VERSIONS_KEPT = 2
+# A safetensors header longer than this is no header.
+LONGEST_HEADER = 100 * 2**20
+
+
+def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation]:
+    """Every reason why the services of `node` (all for None) cannot run here."""
+    from relax.data.checks import check as check_data
+    from relax.rewards.checks import check as check_rewards
+
+    options, skip = resolved.options, resolved.suspects
+    found: list[Violation] = []
+    if options.hf_checkpoint and "hf_checkpoint" not in skip:
+        found += check_checkpoint(options)
+    if options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:
+        found += check_data(options)
+    found += check_rewards(options)
+    found += _cores(resolved, node)
+    return located(resolved, found)
+
+
+def check_checkpoint(options: Options) -> list[Violation]:
+    """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, sizes that do not divide."""
+    folder = Path(options.hf_checkpoint)
+
+    def refuse(problem: str, fix: str, name: str = "hf_checkpoint") -> Violation:
+        return Violation(flag(name), getattr(options, name), problem, fix)
+
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "does not exist"
+        fix = f"Name the directory of a Hugging Face model; relative paths start at {Path.cwd()}."
+        return [refuse(f"{what}: {folder.absolute()}", fix)]
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        return [refuse("has no config.json", "Name the directory that holds it, or download the whole model.")]
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return [refuse(f"its config.json is no JSON: {error}", "Download the model again.")]
+    if not isinstance(config, dict):
+        return [refuse("its config.json holds no object", "Download the model again.")]
+    architectures = config.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in architectures):
+        named = ", ".join(map(str, architectures)) or "none"
+        return [refuse(f"its architecture is {named}", f"Relax trains {', '.join(ARCHITECTURES)}.")]
+    found = []
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        found.append(refuse("has no tokenizer (tokenizer.json)", "Save the tokenizer beside the model."))
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        found.append(refuse("has no weights (*.safetensors)", "Save the model with safe_serialization=True."))
+    sizes = []
+    for file in weights:
+        size = _elements(file)
+        if size is None:
+            found.append(refuse(f"{file.name} is no complete safetensors file", "Download it again."))
+        else:
+            sizes.append(size)
+    if weights and len(sizes) == len(weights):
+        found += _room(options, sum(sizes))
+    return [*found, *_fits_the_ranks(options, config), *_fits_the_context(options, config)]
+
+
+def _elements(file: Path) -> int | None:
+    """Number of weights in a safetensors file, by its header; None when the file is cut or no such file.
+
+    Format: 8 bytes of little-endian header length, the header as JSON, the data.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        raw = opened.read(length) if 2 <= length <= LONGEST_HEADER else b""
+    if len(raw) != length or not raw:
+        return None
+    try:
+        header = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    count, end = 0, 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            elements = 1
+            for dimension in entry["shape"]:
+                elements *= dimension
+            count += elements
+            end = max(end, entry["data_offsets"][1])
+    return count if file.stat().st_size == 8 + length + end else None
+
+
+def _room(options: Options, elements: int) -> Iterator[Violation]:
+    needed = VERSIONS_KEPT * elements * ITEM_BYTES[options.train_dtype]
+    free = shutil.disk_usage(SHM).free if SHM.is_dir() else 0
+    if needed > free:
+        problem = (
+            f"shared memory is too small: {VERSIONS_KEPT} versions of its {elements:,} weights in "
+            f"{options.train_dtype} take {needed / 2**20:,.1f} MiB, and {SHM} has {free / 2**20:,.1f} MiB free"
+        )
+        fix = (
+            f"Free or enlarge it (mount -o remount,size=... {SHM}; docker run --shm-size=...), or take a smaller model."
+        )
+        yield Violation("--hf-checkpoint", options.hf_checkpoint, problem, fix)
+
+
+def _fits_the_ranks(options: Options, config: dict[str, Any]) -> Iterator[Violation]:
+    tensor, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    heads = config.get("num_attention_heads")
+    for key, count in (
+        ("num_attention_heads", heads),
+        ("num_key_value_heads", config.get("num_key_value_heads", heads)),
+        ("intermediate_size", config.get("intermediate_size")),
+    ):
+        if isinstance(count, int) and count % tensor:
+            problem = f"does not divide the model's {key}, {count}"
+            yield Violation("--tensor-parallel-size", tensor, problem, f"Choose a divisor of {count}.")
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers % stages:
+        problem = f"does not divide the model's {layers} layers"
+        yield Violation("--pipeline-parallel-size", stages, problem, f"Choose a divisor of {layers}.")
+
+
+def _fits_the_context(options: Options, config: dict[str, Any]) -> Iterator[Violation]:
+    longest = options.rollout_max_prompt_len + options.rollout_max_response_len
+    limit = config.get("max_position_embeddings")
+    if isinstance(limit, int) and longest > limit:
+        problem = (
+            f"with --rollout-max-prompt-len {options.rollout_max_prompt_len} a sample may have {longest} tokens; "
+            f"the model takes {limit}"
+        )
+        fix = f"Keep the sum of the two at or below {limit}."
+        yield Violation("--rollout-max-response-len", options.rollout_max_response_len, problem, fix)
+
+
+def _cores(resolved: Resolved, node: str | None) -> Iterator[Violation]:
+    topology = resolved.topology
+    # Without --node, services that name other hosts are only planned here.
+    if topology is None or (node is None and topology.spans_hosts):
+        return
+    here = os.sched_getaffinity(0)
+    for service in topology.on(node):
+        missing = sorted(set(service.cores) - here)
+        if missing:
+            problem = f"this process may run on cores {', '.join(map(str, sorted(here)))} only"
+            fix = "List cores of this machine, or leave `cores` out."
+            yield Violation(f"services.{service.role}.cores", list(service.cores), problem, fix, service.source)
