@@ -122,5 +122,5 @@ def test_settings_the_network_would_not_compute_are_refused(changes, message, tm
 def test_a_directory_without_weights_is_refused(tmp_path):
     tiny.save(tmp_path, "qwen3")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no \\*.safetensors"):
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
         Tensors(tmp_path)

@@ -32,7 +32,7 @@ VOCAB = 131  # odd, so that two tensor-parallel ranks need padding
 
 
 def config(kind: str, **changes: Any) -> PretrainedConfig:
-    """The config of "llama", "llama-tied", "llama3-rope", "qwen2" or "qwen3"; heads are wider than hidden/heads there."""
+    """The config of one kind of model; the heads of qwen3 are wider than hidden size / heads."""
     size = {**_SIZE, "vocab_size": VOCAB, **changes}
     match kind:
         case "llama":
