@@ -1,0 +1,86 @@
+"""The child process that runs a reward function: `python -m relax.rewards.worker FD PARENT SPEC`.
+
+Frames over the inherited socket FD are four bytes of length (big endian) and JSON. First `{"ready": true}` or
+`{"error": traceback}`, then for each item `{"value": number or null}` or `{"failed": kind, "detail": text}`. The child
+is killed by its parent at the time limit, and by the kernel when the parent dies.
+"""
+
+import ctypes
+import json
+import math
+import numbers
+import os
+import signal
+import socket
+import struct
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+from relax.rewards.spec import VerifierSpec
+from relax.rewards.verifiers import Verifier, build
+
+MAX_FRAME = 64 * 2**20
+LENGTH = struct.Struct(">I")
+_PR_SET_PDEATHSIG = 1
+
+
+def command(fd: int, spec: VerifierSpec) -> list[str]:
+    """The command line of a worker that inherits `fd`."""
+    return [sys.executable, "-m", "relax.rewards.worker", str(fd), str(os.getpid()), spec.to_json()]
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """A frame. JSON, not msgpack: rows may hold integers beyond 64 bits and lone surrogates."""
+    body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a reward frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return LENGTH.pack(len(body)) + body
+
+
+def read(stream: BinaryIO) -> dict[str, Any] | None:
+    """The next frame, None at the end of the stream."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    return json.loads(stream.read(*LENGTH.unpack(header)))
+
+
+def score(verifier: Verifier, item: dict[str, Any]) -> dict[str, Any]:
+    """The reply for one item. Whatever a reward function raises is reported, never paid as 0."""
+    try:
+        value = verifier(item["prompt"], item["response"], item["label"], item["row"])
+    except (Exception, SystemExit) as error:
+        # The frames of this module would only hide the user's.
+        text = "".join(traceback.format_exception(error.with_traceback(error.__traceback__.tb_next)))  # type: ignore[union-attr]
+        return {"failed": "exception", "detail": text[-20_000:]}
+    if value is None:
+        return {"value": None}
+    if not isinstance(value, numbers.Real):
+        return {"failed": "bad_value", "detail": f"returned {value!r:.200} ({type(value).__name__}), not a number"}
+    if not math.isfinite(value):
+        return {"failed": "bad_value", "detail": f"returned {value!r}, which is not finite"}
+    return {"value": float(value)}
+
+
+def main() -> None:
+    fd, parent, spec = int(sys.argv[1]), int(sys.argv[2]), VerifierSpec.from_json(sys.argv[3])
+    os.setpgid(0, 0)  # its own group: what the reward function starts is killed with it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which closes its workers
+    connection = socket.socket(fileno=fd)
+    stream = connection.makefile("rb")
+    try:
+        verifier = build(spec)
+    except (Exception, SystemExit):
+        connection.sendall(encode({"error": traceback.format_exc()[-20_000:]}))
+        return
+    connection.sendall(encode({"ready": True}))
+    while (item := read(stream)) is not None:
+        connection.sendall(encode(score(verifier, item)))
+
+
+if __name__ == "__main__":
+    main()
