@@ -1,0 +1,439 @@
+"""The staleness rule of Relax as one pure class: no clock, no I/O, no dependency.
+
+The controller asks it before every issue and every commit and tells it what happened; the planner drives the same
+class with discrete events. Lockstep is the same rule at a maximum staleness of 0.
+"""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from relax.gate.verdicts import Batch, Blocked, GateError, Refusal, Wait
+
+
+class _Place(Enum):
+    HELD = 1  # at a replica or a later stage, on its way
+    LOST = 2  # without a replica: to be issued again, or parked with its tokens
+    READY = 3
+
+
+@dataclass(slots=True)
+class _Group:
+    place: _Place
+    deadline: int | None
+    has_tokens: bool = False
+
+
+class Gate:
+    """Bounds the staleness of every trained sample by admission, never by throwing finished work away.
+
+    Symbols: P = `batch_size` groups, S = `max_staleness`, L = `lead` (batches that may be ahead of the trainer),
+    b = the next batch to commit. A sample's staleness is the index of its batch minus the oldest version that sampled
+    any of its tokens, so a group whose oldest version is o must be in a batch of index <= S + o: its *deadline*.
+
+    - Slots: (L + 1) P. A group holds one from issue until it is dropped or a version >= the one trained on it (its
+      batch + 1) is published.
+    - Deadline: S + oldest version among its tokens; without a token, S + the version that the replica holding it has
+      acknowledged; with neither (lost, to be issued again) none.
+    - n(w) = open groups (issued, not committed, not dropped) with deadline <= w.
+    - cap(w) = max(0, min(w, last batch) - b + 1), the uncommitted batches that come in time for w.
+
+        n(w) <= P cap(w)  for every w
+
+    At w = infinity a group without a deadline counts too: the batches that are left have room for every open group.
+
+    Only two acts can break this: `issue` (anew, again, or the resume of a parked group) and `commit`. Both are checked
+    as if done. Every other event lowers n or raises a deadline. `commit` takes the P ready groups least by
+    (deadline, id); with r(w) of the n(w) groups ready it is allowed when n(w) - r(w) <= P (cap(w) - 1) for every
+    w >= b. Taking a commit back adds at most P groups, none due before b, and one batch: the inequality still holds.
+
+    Example, P = 4, S = L = 1, v = 0: eight groups sampled by version 0 have deadline 1, n(1) = 8 = 4 * 2. The commit of
+    batch 0 takes four of them: n(1) = 4 = 4 * 1. A group issued now, still at version 0, would make n(1) = 5: refused
+    (the slots are full too), until version 1 is published and a replica serves it (deadline 2).
+
+    Liveness: while nothing trains, b = v, and the newest published version u is at least v - (k - 1) for publication
+    interval k. With S, L >= k - 1 a replica at u may be given groups (S + u >= b) and P slots are free of trained
+    groups. Either fewer than P open groups have a deadline, then another may be issued, or P have, and once they are
+    ready the batch may be committed.
+
+    Group ids are integers in issue order; a group issued again keeps its id. Versions are those of one lineage;
+    `first_batch` is where it begins (0, or the cut of a resume).
+    """
+
+    def __init__(
+        self, batch_size: int, max_staleness: int, lead: int, last_batch: int | None = None, *, first_batch: int = 0
+    ) -> None:
+        """`last_batch` is the index of the last batch when the run's length is known; see `end` for a stream's end."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size = {batch_size}: a batch holds at least one group")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness = {max_staleness}: must be 0 (lockstep) or more")
+        if not 0 <= lead <= max_staleness:
+            raise ValueError(f"lead = {lead}: must be between 0 and max_staleness = {max_staleness}")
+        if first_batch < 0:
+            raise ValueError(f"first_batch = {first_batch}: batches are counted from 0")
+        if last_batch is not None and last_batch < first_batch:
+            raise ValueError(f"last_batch = {last_batch}: the first batch is {first_batch}")
+        self.batch_size = batch_size
+        self.max_staleness = max_staleness
+        self.lead = lead
+        self._last = last_batch
+        self._next = first_batch
+        self._started = first_batch
+        self._trained = first_batch
+        self._published: int | None = None
+        self._open: dict[int, _Group] = {}
+        self._counted: dict[int, int] = {}  # deadline -> open groups
+        self._ready: dict[int, int] = {}  # deadline -> ready groups
+        self._ready_total = 0
+        self._ahead: dict[int, _Group] | None = None
+        self._unpublished: dict[int, int] = {}  # batch -> slots its members hold
+        self._to_come: int | None = None  # groups still to be issued once the stream has ended
+
+    # --- what it knows -------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The trainer's version v: the number of trained batches."""
+        return self._trained
+
+    @property
+    def published_version(self) -> int | None:
+        """The newest published version; None before the first."""
+        return self._published
+
+    @property
+    def next_batch(self) -> int:
+        """The index of the batch that the next commit makes."""
+        return self._next
+
+    @property
+    def last_batch(self) -> int | None:
+        """The index of the last batch; None while it is open. `next_batch - 1` once nothing is left to commit."""
+        if self._to_come is None:
+            return self._last
+        end = self._next - 1 - -(len(self._open) + self._to_come) // self.batch_size
+        return end if self._last is None else min(end, self._last)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every batch has been committed. One may still be in training, and one may be taken back."""
+        return self._batches_left(self._next) == 0
+
+    @property
+    def in_flight(self) -> int:
+        """Open groups: issued, not committed, not dropped."""
+        return len(self._open)
+
+    @property
+    def ready_groups(self) -> int:
+        """Open groups that are ready to be committed."""
+        return self._ready_total
+
+    @property
+    def slots(self) -> int:
+        return (self.lead + 1) * self.batch_size
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self._open) - sum(self._unpublished.values())
+
+    def deadline(self, group: int) -> int | None:
+        """The last batch that may train an open group; None for one that is to be issued again without tokens."""
+        return self._find(group).deadline
+
+    def outstanding(self) -> tuple[int, ...]:
+        """Open groups that are not ready, least (deadline, id) first; those without a deadline come last."""
+        return self._on_their_way(None)
+
+    # --- issue ---------------------------------------------------------------------------------------------------
+
+    def can_issue(self, version: int, group: int | None = None) -> bool:
+        """Whether a replica that acknowledged `version` may be given a new group, or the lost or parked `group`."""
+        return self.refusal(version, group) is None
+
+    def refusal(self, version: int, group: int | None = None) -> Refusal | None:
+        """Why `issue` would refuse; None where it would not. Raises GateError for a version nobody published."""
+        if self._published is None or version > self._published:
+            raise GateError(f"a replica says it serves version {version}; the newest published is {self._published}")
+        if group is None:
+            left = self._batches_left(self._next)
+            if self._to_come == 0 or (left is not None and len(self._open) >= self.batch_size * left):
+                return Refusal.END
+            if self.free_slots <= 0:
+                return Refusal.SLOTS
+            return self._refuse_move(None, version + self.max_staleness)
+        record = self._find(group)
+        if record.place is not _Place.LOST:
+            raise GateError(
+                f"group {group} is not lost or parked: end its lease with unassign before it is issued again"
+            )
+        return self._refuse_move(record.deadline, self._deadline_at(record, version))
+
+    def issue(self, group: int, version: int) -> None:
+        """A replica that acknowledged `version` is given `group`: a new one, or one that was lost or parked.
+
+        A lost group keeps its slot. A parked one keeps its tokens, and its deadline unless the replica is older.
+        Raises GateError where `refusal` gives a reason.
+        """
+        record = self._open.get(group)
+        if record is None and self._ahead is not None and group in self._ahead:
+            raise GateError(f"group {group} is committed to batch {self._next - 1}")
+        why = self.refusal(version, None if record is None else group)
+        if why is not None:
+            raise GateError(f"group {group} may not be issued at version {version}: {why.value}")
+        if record is None:
+            record = self._open[group] = _Group(_Place.HELD, None)
+            if self._to_come is not None:
+                self._to_come -= 1
+        record.place = _Place.HELD
+        self._move(record, self._deadline_at(record, version))
+
+    def acknowledged(self, group: int, version: int) -> None:
+        """The replica that holds `group` serves `version` now and had sampled no token of the group before.
+
+        The deadline of a group without tokens follows; one with tokens keeps its own.
+        """
+        record = self._find(group)
+        if record.place is not _Place.HELD:
+            raise GateError(f"group {group} is not held by a replica")
+        if not record.has_tokens and record.deadline is not None:
+            self._move(record, max(record.deadline, version + self.max_staleness))
+
+    def unassign(self, group: int, *, keep_tokens: bool = False) -> None:
+        """`group` is without a replica: lost, to be issued again; with `keep_tokens` parked, its deadline stands."""
+        record = self._find(group)
+        self._unready(record)
+        record.place = _Place.LOST
+        if not (keep_tokens and record.has_tokens):
+            record.has_tokens = False
+            self._move(record, None)
+
+    # --- the way to a batch --------------------------------------------------------------------------------------
+
+    def sampled(self, group: int, oldest: int) -> None:
+        """`group` has tokens; the oldest version that sampled any of them is `oldest`.
+
+        To be reported with the first token and whenever `oldest` changes; a report at the end alone is safe, as the
+        deadline until then is the earlier one. Raises GateError for a version older than the group was issued at: the
+        holder broke its word, and the group can only be dropped.
+        """
+        record = self._find(group)
+        if record.place is _Place.LOST:
+            raise GateError(f"group {group} is without a replica: a report about it is stale")
+        if record.place is _Place.READY:
+            raise GateError(f"group {group} is ready: its tokens are complete")
+        deadline = oldest + self.max_staleness
+        if record.deadline is not None and deadline < record.deadline:
+            issued_at = record.deadline - self.max_staleness
+            raise GateError(f"group {group} has tokens of version {oldest}, but its replica was at {issued_at}")
+        if self._published is None or oldest > self._published:
+            raise GateError(f"group {group} has tokens of version {oldest}; the newest published is {self._published}")
+        record.has_tokens = True
+        self._move(record, deadline)
+
+    def ready(self, group: int, oldest: int) -> None:
+        """`group` can be trained; `oldest` is the oldest version among all its tokens. Errors as for `sampled`."""
+        self.sampled(group, oldest)
+        record = self._open[group]
+        record.place = _Place.READY
+        self._count(self._ready, record.deadline, 1)
+        self._ready_total += 1
+
+    def drop(self, group: int, *, again: bool = False) -> None:
+        """`group` leaves and frees its slot; with `again` its prompt comes back as another attempt."""
+        record = self._find(group)
+        self._unready(record)
+        self._move(record, None)
+        del self._open[group]
+        if again and self._to_come is not None:
+            self._to_come += 1
+
+    def end(self, to_come: int = 0) -> None:
+        """The stream has ended: only `to_come` more groups (prompts that wait for another attempt) will be issued.
+
+        This fixes the last batch, which takes what remains, perhaps fewer than P groups. An earlier `last_batch` holds.
+        """
+        if self._to_come is not None:
+            raise GateError("the stream has ended before; drop(again=...) keeps count of what is still to come")
+        if to_come < 0:
+            raise ValueError(f"to_come = {to_come}: must be 0 or more")
+        self._to_come = to_come
+
+    # --- batches -------------------------------------------------------------------------------------------------
+
+    def can_commit(self) -> bool:
+        """Whether `commit` would give a batch; cheap enough to be asked after every event."""
+        return (
+            self._ahead is None and not self.finished and self._missing() == 0 and self._first_unmet_deadline() is None
+        )
+
+    def commit(self) -> Batch | Blocked:
+        """Names the members of the next batch, or what it waits for."""
+        if not self.can_commit():
+            return self._blocked()
+        members = {group: self._open[group] for group in sorted(self._choose(self._next_size()))}
+        oldest = tuple((r.deadline or 0) - self.max_staleness for r in members.values())
+        for group, record in members.items():
+            self._count(self._ready, record.deadline, -1)
+            self._count(self._counted, record.deadline, -1)
+            del self._open[group]
+        self._ready_total -= len(members)
+        batch = Batch(self._next, tuple(members), oldest)
+        self._ahead = members
+        self._unpublished[self._next] = len(members)
+        self._next += 1
+        return batch
+
+    def _choose(self, size: int) -> list[int]:
+        rows = (
+            (record.deadline, group)
+            for group, record in self._open.items()
+            if record.place is _Place.READY and record.deadline is not None
+        )
+        return [group for _, group in heapq.nsmallest(size, rows)]
+
+    def take_back(self, batch: int, lost: Iterable[int] = ()) -> None:
+        """The commit of `batch` is undone before its start: its members are ready again, the `lost` to be issued."""
+        if self._ahead is None or batch != self._next - 1:
+            raise GateError(f"batch {batch} is not committed and waiting to start: it cannot be taken back")
+        lost = tuple(lost)
+        strangers = [group for group in lost if group not in self._ahead]
+        if strangers:
+            raise GateError(f"groups {strangers} are not members of batch {batch}")
+        self._next -= 1
+        del self._unpublished[batch]
+        for group, record in self._ahead.items():
+            self._open[group] = record
+            self._count(self._counted, record.deadline, 1)
+            self._count(self._ready, record.deadline, 1)
+        self._ready_total += len(self._ahead)
+        self._ahead = None
+        for group in lost:
+            self.unassign(group)
+
+    def started(self, batch: int) -> None:
+        """The actor has started `batch`: the next one may be committed, this one can no longer be taken back."""
+        if self._ahead is None or batch != self._next - 1:
+            raise GateError(f"batch {batch} started, but it is not the one committed (next to commit: {self._next})")
+        self._ahead = None
+        self._started = batch + 1
+
+    def trained(self, batch: int) -> None:
+        """`batch` is finished (by the critic too, where there is one): v becomes `batch` + 1."""
+        if batch != self._trained or batch >= self._started:
+            raise GateError(f"batch {batch} trained, but the next to be trained is {self._trained} of {self._started}")
+        self._trained = batch + 1
+
+    def published(self, version: int) -> None:
+        """`version` is stored and recorded; versions may be skipped. Frees the slots of what it was trained on."""
+        if version > self._started or version < (self._published or 0):
+            raise GateError(
+                f"version {version} published, but the newest was {self._published} and {self._started} batches started"
+            )
+        self._published = version
+        self._unpublished = {batch: slots for batch, slots in self._unpublished.items() if batch + 1 > version}
+
+    # --- the inequality ------------------------------------------------------------------------------------------
+
+    def _batches_left(self, following: int) -> int | None:
+        """The batches from `following` to the last; None while the last is open."""
+        last = self.last_batch
+        return None if last is None else max(0, last - following + 1)
+
+    def _capacity(self, deadline: int, following: int) -> int:
+        """P cap(w) in groups at w = `deadline`, when `following` is the next batch to commit."""
+        in_time = max(0, deadline - following + 1)
+        left = self._batches_left(following)
+        return self.batch_size * (in_time if left is None else min(in_time, left))
+
+    def _refuse_move(self, old: int | None, new: int) -> Refusal | None:
+        """Checks the inequality as if one more group (one that had deadline `old`) had deadline `new`."""
+        if old == new:
+            return None
+        if new < self._next:
+            return Refusal.VERSION
+        n = 0
+        for deadline in sorted({*self._counted, new}):
+            n += self._counted.get(deadline, 0) + (deadline == new) - (deadline == old)
+            if deadline >= new and n > self._capacity(deadline, self._next):
+                return Refusal.STALENESS
+        return None
+
+    def _first_unmet_deadline(self) -> int | None:
+        """The least w at which the inequality would fail if the next batch were committed now."""
+        n = ready = 0
+        for deadline in sorted(self._counted):
+            n += self._counted[deadline]
+            ready += self._ready.get(deadline, 0)
+            if n - ready > self._capacity(deadline, self._next + 1):
+                return deadline
+        return None
+
+    def _next_size(self) -> int:
+        if self._to_come is None:
+            return self.batch_size
+        return min(self.batch_size, len(self._open) + self._to_come)
+
+    def _missing(self) -> int:
+        return max(0, self._next_size() - self._ready_total)
+
+    def _blocked(self) -> Blocked:
+        if self._ahead is not None:
+            return Blocked(self._next, Wait.UNSTARTED)
+        if self.finished:
+            return Blocked(self._next, Wait.END)
+        missing, unmet = self._missing(), self._first_unmet_deadline()
+        if unmet is not None:
+            due = self._on_their_way(unmet)
+            return Blocked(self._next, Wait.DUE, missing, len(due) - self._capacity(unmet, self._next + 1), due)
+        to_come = self.free_slots if self._to_come is None else min(self._to_come, self.free_slots)
+        outstanding = len(self._open) - self._ready_total
+        # Nothing else could fill the batch: every group on its way is waited for.
+        groups = self.outstanding() if outstanding + to_come <= missing else ()
+        return Blocked(self._next, Wait.READY, missing, len(groups), groups)
+
+    # --- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def _find(self, group: int) -> _Group:
+        record = self._open.get(group)
+        if record is None:
+            raise GateError(f"group {group} is not open: never issued, committed or dropped")
+        return record
+
+    def _deadline_at(self, record: _Group, version: int) -> int:
+        """The deadline of a group once a replica at `version` has it: that replica may sample with no older version."""
+        deadline = version + self.max_staleness
+        return min(deadline, record.deadline) if record.has_tokens and record.deadline is not None else deadline
+
+    def _move(self, record: _Group, deadline: int | None) -> None:
+        self._count(self._counted, record.deadline, -1)
+        self._count(self._counted, deadline, 1)
+        record.deadline = deadline
+
+    def _unready(self, record: _Group) -> None:
+        if record.place is _Place.READY:
+            self._count(self._ready, record.deadline, -1)
+            self._ready_total -= 1
+            record.place = _Place.HELD
+
+    @staticmethod
+    def _count(counts: dict[int, int], deadline: int | None, change: int) -> None:
+        if deadline is None:
+            return
+        left = counts.get(deadline, 0) + change
+        if left:
+            counts[deadline] = left
+        else:
+            del counts[deadline]
+
+    def _on_their_way(self, deadline: int | None) -> tuple[int, ...]:
+        """Open groups that are not ready and, where `deadline` is given, due by then; least (deadline, id) first."""
+        rows = (
+            (record.deadline is None, record.deadline or 0, group)
+            for group, record in self._open.items()
+            if record.place is not _Place.READY
+            and (deadline is None or (record.deadline is not None and record.deadline <= deadline))
+        )
+        return tuple(group for _, _, group in sorted(rows))
