@@ -24,7 +24,8 @@ def check_options(resolved: Resolved) -> list[Violation]:
         violation for check in CHECKS if check.reads.isdisjoint(resolved.suspects) for violation in check(resolved)
     ]
     named = {violation.option for violation in found}
-    contract = [violation for violation in violations(resolved.options) if violation.option not in named]
+    roles = {service.role for service in resolved.topology.services} if resolved.topology else None
+    contract = [violation for violation in violations(resolved.options, roles) if violation.option not in named]
     return located(resolved, [*found, *contract])
 
 
@@ -137,22 +138,6 @@ def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation
     )
     fix = "Add --use-tis or --use-rollout-logprobs; or --no-off-policy-correction, if that is what you want to study."
     yield _refuse(options, "max_staleness", problem, fix)
-
-
-@_reads("rm_type", "custom_rm_path", "rm_exact", "label_key")
-def _one_reward(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    if options.rm_type is None and options.custom_rm_path is None:
-        fix = "Choose reasoning_gym, math or exact_match, or give --custom-rm-path module:function."
-        yield _refuse(options, "rm_type", "is not set, so nothing says what a good response is", fix)
-    if options.rm_type is not None and options.custom_rm_path is not None:
-        yield _refuse(options, "custom_rm_path", f"--rm-type {options.rm_type} is set too", "Keep one of them.")
-    if options.rm_exact and options.rm_type != "reasoning_gym":
-        yield _refuse(options, "rm_exact", "acts with --rm-type reasoning_gym only", "Leave it out.")
-    if options.rm_type in ("math", "exact_match") and options.label_key is None:
-        yield _refuse(
-            options, "label_key", f"--rm-type {options.rm_type} compares with it", "Name the answer's column."
-        )
 
 
 @_reads("lr_decay_style", "lr_decay_steps", "lr_warmup_steps", "min_lr", "lr", "num_rollout", "num_steps_per_rollout")

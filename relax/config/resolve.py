@@ -52,16 +52,18 @@ def shown(section: type) -> list[str]:
     return [name for name in names if not extra(Options.model_fields[name]).unavailable]
 
 
-def load(argv: Sequence[str], topology_path: Path | None) -> Resolved:
+def load(argv: Sequence[str], topology_path: Path | None, *, machine: bool = False) -> Resolved:
     """Resolves option flags and a topology file, and checks the options against each other.
 
-    For a process of a run; the launcher also checks the machine (relax.config.checks). Raises ConfigError with every
-    violation.
+    `machine` also checks what they need on this machine (checkpoint, prompts, reward, shared memory), as the launcher
+    does for the processes it starts. Raises ConfigError with every violation.
     """
     from relax.config.checks import check_options
+    from relax.config.machine import check_machine
 
     given = Parser("relax", "options").parse(argv)
-    return accepted(resolve(given.options, topology_path, given.violations, given.suspects), check_options)
+    resolved = resolve(given.options, topology_path, given.violations, given.suspects)
+    return accepted(resolved, check_options, *([check_machine] if machine else []))
 
 
 def accepted(resolved: Resolved, *checks: Any) -> Resolved:

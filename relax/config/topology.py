@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from relax.config.located import Located, Where, read_yaml
-from relax.config.refusals import explain, hint
+from relax.config.refusals import explain, hint, nearest
 from relax.config.schema import (
     ENDPOINT,
     PARALLEL,
@@ -171,8 +171,9 @@ class _Reader:
                         for name in PARALLEL
                         if getattr(checked, name) is not None
                     }
+        misspelt = {nearest(str(role), ROLES) for role in given if role not in ROLES}
         for role in REQUIRED:
-            if role not in given:
+            if role not in given and role not in misspelt:
                 self.refuse(("services",), sorted(map(str, given)), f"{role} is missing", f"Add `{role}: {{}}`.")
         return services, options
 

@@ -13,14 +13,11 @@ one out can tell that it is the last, and a newcomer can tell a live run from th
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -30,10 +27,7 @@ import yaml
 
 from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
-
-SHM_ROOT = Path("/dev/shm")
-# "ipc:///" path of the longest socket name must stay below 107 bytes.
-LONGEST_RUNTIME_DIR = 60
+from relax.launch.places import lock, make_runtime_dir, make_shm_dir, remove_if_dead, try_lock
 
 
 class RunDir:
@@ -152,7 +146,7 @@ class RunDir:
             differences = list(_differences(run.config, config))
             if differences:
                 raise ConfigError(differences)
-            run._member = _lock(run.runtime_dir, fcntl.LOCK_SH)
+            run._member = lock(run.runtime_dir)
             return run
 
     @classmethod
@@ -181,21 +175,19 @@ class RunDir:
         self._member = None
         # Without the creator's lock (a directory taken away, a creator that is stuck) the removal is left to the sweep.
         with contextlib.suppress(TimeoutError, FileNotFoundError), _creating(self.path, deadline, make=False):
-            return _remove_if_dead(self.runtime_dir, self.shm_dir)
+            return remove_if_dead(self.runtime_dir, self.shm_dir)
         return False
 
     @classmethod
     def _open(cls, path: Path, config: str, topology: str) -> "RunDir":
-        for remains in ("ledger.sqlite", "metrics.jsonl"):
-            if (path / remains).exists():
-                raise ConfigError([_refusal(path, f"it holds the {remains} of an earlier run")])
+        if refused := refusals(path):
+            raise ConfigError(refused)
         # The remains of a run that died before it began would send newcomers to an endpoint of nobody.
         (path / "controller").unlink(missing_ok=True)
         run_id = secrets.token_hex(6)
-        runtime_dir = _make_runtime_dir()
-        shm_dir = SHM_ROOT / f"relax-{run_id}"
-        shm_dir.mkdir(mode=0o700)
-        run = cls(path, run_id, runtime_dir, shm_dir, _lock(runtime_dir, fcntl.LOCK_SH))
+        runtime_dir = make_runtime_dir()
+        shm_dir = make_shm_dir(run_id)
+        run = cls(path, run_id, runtime_dir, shm_dir, lock(runtime_dir))
         for folder in (run.logs_dir, run.samples_dir, run.weights_dir):
             folder.mkdir(exist_ok=True)
         run.config.write_text(config)
@@ -214,6 +206,16 @@ class RunDir:
         return run
 
 
+def refusals(path: Path) -> list[Violation]:
+    """Why no run can be opened in `path`; changes nothing there."""
+    if path.exists() and not path.is_dir():
+        return [_refusal(path, "is no directory")]
+    for remains in ("ledger.sqlite", "metrics.jsonl"):
+        if (path / remains).exists():
+            return [_refusal(path, f"it holds the {remains} of an earlier run")]
+    return []
+
+
 def numbered(directory: Path, name: str) -> Path:
     """Makes and returns `<directory>/<name>-<n>`, n one above the highest there is; safe against other launchers."""
     directory = directory.absolute()
@@ -229,12 +231,6 @@ def numbered(directory: Path, name: str) -> Path:
             return directory / f"{name}-{n}"
 
 
-def remove_places(runtime_dir: Path, shm_dir: Path) -> None:
-    """Removes a run's sockets and shared memory; what is not there is fine."""
-    for place in (runtime_dir, shm_dir):
-        shutil.rmtree(place, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Iterator[None]:
     """Holds the directory's own lock, under which runs are opened, joined and cleared away."""
@@ -243,7 +239,7 @@ def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Itera
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         end = time.monotonic() + deadline
-        while not _try_lock(fd, fcntl.LOCK_EX):
+        while not try_lock(fd):
             if time.monotonic() > end:
                 raise TimeoutError(f"{path}: another process has been opening this run for {deadline:g} s")
             time.sleep(0.02)
@@ -252,45 +248,12 @@ def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Itera
         os.close(fd)
 
 
-def _try_lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _lock(directory: Path, kind: int) -> int:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(fd, kind)
-    return fd
-
-
 def _live(path: Path) -> bool:
     """Whether somebody takes part in a run at `path`; the remains of a dead one are cleared away."""
     if not (path / "runtime.json").is_file():
         return False
     run = RunDir.load(path)
-    return run.runtime_dir.is_dir() and not _remove_if_dead(run.runtime_dir, run.shm_dir)
-
-
-def _remove_if_dead(runtime_dir: Path, shm_dir: Path) -> bool:
-    if not runtime_dir.is_dir():
-        return False
-    fd = os.open(runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not _try_lock(fd, fcntl.LOCK_EX):
-            return False
-        remove_places(runtime_dir, shm_dir)
-        return True
-    finally:
-        os.close(fd)
-
-
-def _make_runtime_dir() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base and len(base) < LONGEST_RUNTIME_DIR - 16 and os.access(base, os.W_OK | os.X_OK)
-    return Path(tempfile.mkdtemp(prefix="relax-", dir=base if usable else "/tmp"))
+    return run.runtime_dir.is_dir() and not remove_if_dead(run.runtime_dir, run.shm_dir)
 
 
 def _refusal(path: Path, problem: str) -> Violation:

@@ -1,0 +1,111 @@
+"""relax-launch: checks a run, starts its services on this node, shows its progress and clears up after it."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax.config.checks import check_options, warnings
+from relax.config.flags import Given, Parser
+from relax.config.machine import check_machine
+from relax.config.resolve import Resolved, accepted, resolve
+from relax.config.violation import ConfigError, Violation
+from relax.launch.firsterror import first_error
+from relax.launch.plan import Command, describe, plan, service_command
+from relax.launch.progress import PlainView, Progress, TableView
+from relax.launch.rundir import RunDir, numbered, refusals
+from relax.launch.supervisor import Outcome, Supervisor
+
+REFUSED = 2
+
+
+def main(argv: Sequence[str] | None = None, command: Command = service_command) -> int:
+    """The exit code: 0 when the work was done, 1 when a service failed, 2 when the run was refused, 128 + signal when
+    it was stopped. `command` says how a service is started."""
+    parser = Parser("relax-launch", "Starts the services of a topology on this node and supervises them.")
+    parser.add_argument("topology", type=Path, help="topology file, e.g. topologies/local.yaml")
+    parser.add_argument("--node", help="start the services of this node only (default: all)")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plan, start nothing")
+    try:
+        given = parser.parse(sys.argv[1:] if argv is None else argv)
+        resolved = _validate(given)
+    except ConfigError as refused:
+        return _refuse(refused.violations)
+    for warning in warnings(resolved):
+        print(f"warning: {warning}", file=sys.stderr)
+    if given.own.dry_run:
+        print(describe(resolved, given.own.node))
+        print("\nNothing was started.")
+        return 0
+    return _launch(resolved, given, command)
+
+
+def _validate(given: Given) -> Resolved:
+    topology, node = given.own.topology, given.own.node
+    resolved = resolve(given.options, topology, given.violations, given.suspects)
+
+    def check_node(resolved: Resolved) -> list[Violation]:
+        assert resolved.topology is not None
+        nodes = resolved.topology.nodes
+        if node is None or (node in nodes and resolved.topology.on(node)):
+            return []
+        problem = "has no service in the topology" if node in nodes else "is no node of the topology"
+        return [
+            Violation("--node", node, problem, f"There are {', '.join(nodes) or 'no nodes; leave it out'}.", "flag")
+        ]
+
+    def check_run_dir(resolved: Resolved) -> list[Violation]:
+        return refusals(resolved.options.run_dir) if resolved.options.run_dir else []
+
+    def check_this_machine(resolved: Resolved) -> list[Violation]:
+        return check_machine(resolved, node)
+
+    return accepted(resolved, check_options, check_node, check_run_dir, check_this_machine)
+
+
+def _refuse(violations: Sequence[Violation]) -> int:
+    count = f"{len(violations)} reasons" if len(violations) > 1 else "1 reason"
+    print(f"refused, for {count}:", file=sys.stderr)
+    for violation in violations:
+        print(f"  - {violation}", file=sys.stderr)
+    print("Nothing was started.", file=sys.stderr)
+    return REFUSED
+
+
+def _launch(resolved: Resolved, given: Given, command: Command) -> int:
+    assert resolved.topology is not None
+    options = resolved.options
+    path = options.run_dir or numbered(resolved.topology.directory, options.run_name)
+    try:
+        run = RunDir.create(path, config=resolved.config_yaml(), topology=resolved.topology_text)
+    except ConfigError as refused:
+        return _refuse(refused.violations)
+    plans = plan(resolved, run, given.own.node, given.options, command)
+    print(f"run directory: {run.path}")
+    print(f"services: {', '.join(process.name for process in plans)}", flush=True)
+    progress = Progress(run.metrics, options.num_rollout)
+    view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
+    with view:
+        supervisor = Supervisor(run, plans, peer_timeout=options.peer_timeout, tick=view.tick)
+        outcome = supervisor.run()
+        view.tick(supervisor.children)
+    return _report(run, outcome)
+
+
+def _report(run: RunDir, outcome: Outcome) -> int:
+    for what, place in (("metrics", run.metrics), ("model", run.export_dir), ("samples", run.samples_dir)):
+        if place.is_file() or (place.is_dir() and any(place.iterdir())):
+            print(f"{what + ':':<14} {place}")
+    print(f"{'logs:':<14} bin/relax-logs {run.path}")
+    if outcome.failed:
+        sys.stdout.flush()
+        print(f"failed: {outcome.text}", file=sys.stderr)
+        error = first_error(run, outcome.ended_at, outcome.failed)
+        if error is not None:
+            print(error, file=sys.stderr)
+    else:
+        print(outcome.text)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""The guard: a small process that outlives its starter just long enough to clear up after it.
+
+It waits on a pipe whose other end only the starter holds. End of file means that the starter is gone, however it went;
+the guard then ends every process of the run on this host and removes its sockets and shared memory.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from relax.launch.places import remove_if_dead
+from relax.launch.sweep import sweep
+
+
+class Guard:
+    """The starter's side. `watch` tells the guard about a session to end; `dismiss` after a clean end of one's own."""
+
+    def __init__(self, mark: str, runtime_dir: Path, shm_dir: Path) -> None:
+        read_end, self._pipe = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "relax.launch.guard", mark, str(runtime_dir), str(shm_dir)],
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            os.close(read_end)
+
+    def watch(self, session: int) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, f"{session}\n".encode())
+
+    def dismiss(self, deadline: float = 10.0) -> None:
+        """Lets the guard do its round and waits for it to end; kills it at the deadline."""
+        os.close(self._pipe)
+        try:
+            self._process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(mark: str, runtime_dir: Path, shm_dir: Path) -> None:
+    # Whatever ends the starter must not end its guard: a terminal that closes, a group that is signalled.
+    for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(kind, signal.SIG_IGN)
+    sessions = {int(line) for line in sys.stdin}
+    sweep(mark, sessions)
+    remove_if_dead(runtime_dir, shm_dir)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

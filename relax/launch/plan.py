@@ -1,0 +1,124 @@
+"""Which processes a run has on this host: the services of the topology as commands, environments and cores."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax.config.checks import model_ranks
+from relax.config.fields import flag
+from relax.config.options import SECTIONS, Options
+from relax.config.resolve import Resolved, shown
+from relax.config.topology import Service
+from relax.launch.rundir import RunDir
+from relax.launch.sweep import MARK
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One child of the launcher."""
+
+    name: str
+    role: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+# (service, topology file, run directory, option flags) -> command line
+Command = Callable[[Service, Path, Path, Sequence[str]], Sequence[str]]
+
+
+def service_command(service: Service, topology: Path, run_dir: Path, flags: Sequence[str]) -> list[str]:
+    """How a service is started; `bin/relax-service` runs the same module."""
+    start = [sys.executable, "-m", "relax.services.cli", service.role]
+    return [*start, "--topology", str(topology), "--name", service.name, "--run-dir", str(run_dir), *flags]
+
+
+def plan(
+    resolved: Resolved, run: RunDir, node: str | None, flags: Mapping[str, Any], command: Command = service_command
+) -> list[ProcessPlan]:
+    """The processes of `node` (all for None), the controller first. `flags` are the user's own, by option name."""
+    assert resolved.topology is not None
+    passed = flag_words({name: value for name, value in flags.items() if name != "run_dir"})
+    services = sorted(resolved.topology.on(node), key=lambda service: service.role != "controller")
+    return [
+        ProcessPlan(
+            name=service.name,
+            role=service.role,
+            command=tuple(command(service, run.topology, run.path, passed)),
+            environment=environment(service, run.run_id),
+            cores=service.cores,
+        )
+        for service in services
+    ]
+
+
+def environment(service: Service, run_id: str) -> dict[str, str]:
+    """What a service finds in its environment beyond the launcher's own."""
+    threads = str(service.threads)
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, service.devices))} if service.devices else {}
+    return {MARK: run_id, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **devices}
+
+
+def flag_words(options: Mapping[str, Any]) -> list[str]:
+    """Options as a command line: `{"lr": "1e-5", "use_tis": False}` -> `["--lr=1e-5", "--no-use-tis"]`."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(flag(name) if value else flag("no_" + name))
+        else:
+            words.append(f"{flag(name)}={value}")
+    return words
+
+
+def describe(resolved: Resolved, node: str | None) -> str:
+    """What --dry-run prints: every option with its source, then the processes and where they run."""
+    assert resolved.topology is not None
+    options = resolved.options
+    lines = []
+    width = max(len(name) for section in SECTIONS for name in shown(section)) + 2
+    for section in SECTIONS:
+        names = shown(section)
+        if names:
+            lines += ["", section.__doc__ or ""]
+        for name in names:
+            lines.append(f"  {flag(name):<{width}} {_text(options, name):<28} {resolved.sources[name]}")
+    lines += ["", f"Processes{f' of node {node}' if node else ''}"]
+    for service in resolved.topology.on(node):
+        lines.append(f"  {service.name:<16} {'  '.join(_facts(resolved, service))}")
+    lines += ["", f"Effective bounds: {_bounds(options)}"]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _text(options: Options, name: str) -> str:
+    value = getattr(options, name)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _facts(resolved: Resolved, service: Service) -> list[str]:
+    facts = [f"node {service.node}"] if service.node else []
+    if service.engine:
+        facts.append(f"engine {service.engine}")
+    if service.role == "actor":
+        ranks = service.ranks or model_ranks(resolved.options)
+        facts.append(f"{ranks} rank{'s' if ranks > 1 else ''}")
+    if service.cores:
+        facts.append(f"cores {','.join(map(str, service.cores))}")
+    if service.devices:
+        facts.append(f"devices {','.join(map(str, service.devices))}")
+    return [*facts, f"{service.threads} thread{'s' if service.threads > 1 else ''}", f"({service.source})"]
+
+
+def _bounds(options: Options) -> str:
+    groups, lead = options.rollout_batch_size, options.rollout_lead
+    mode = "lockstep" if options.max_staleness == 0 else "asynchronous"
+    return (
+        f"{mode}; staleness at most {options.max_staleness}, rollout at most {lead} batches ahead, "
+        f"{(lead + 1) * groups} groups ({(lead + 1) * groups * options.n_samples_per_prompt} samples) in flight"
+    )

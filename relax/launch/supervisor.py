@@ -1,0 +1,212 @@
+"""Starts the processes of a run, watches them, and leaves none behind.
+
+A run goes through: starting -> running -> (ended | failed | interrupted) -> stopping -> swept. `failed` is the first
+process that ends with another code than 0, or one that ends before the run does.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import FrameType
+from typing import Any
+
+from relax.launch.guard import Guard
+from relax.launch.plan import ProcessPlan
+from relax.launch.rundir import RunDir
+from relax.launch.sweep import sweep
+
+POLL_SECONDS = 0.1
+# After the controller's success, how long the others may take to end by themselves.
+LINGER_SECONDS = 5.0
+# From SIGTERM to SIGKILL. With the rounds of the sweep after it, a stop ends within 10 s.
+STOP_SECONDS = 6.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(slots=True)
+class Child:
+    plan: ProcessPlan
+    process: subprocess.Popen[bytes]
+    ended_at: datetime | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def how(self) -> str:
+        """`ended with exit code 3`, `was killed by SIGSEGV`."""
+        code = self.process.returncode
+        if code is None:
+            return "is running"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended. `code` is the launcher's exit code; `failed` the services that are to blame, earliest first."""
+
+    code: int
+    text: str
+    failed: tuple[str, ...] = ()
+    ended_at: dict[str, datetime] = field(default_factory=dict)
+
+
+class Supervisor:
+    """Supervises the processes of one host. Use `run`; nothing else needs to be called.
+
+    `tick` is called several times a second with the children, for the progress view.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        plans: Sequence[ProcessPlan],
+        *,
+        peer_timeout: float = 60.0,
+        tick: Callable[[Sequence[Child]], None] = lambda children: None,
+    ) -> None:
+        self.run_dir = run
+        self.plans = plans
+        self.peer_timeout = peer_timeout
+        self.tick = tick
+        self.children: list[Child] = []
+        self._signal: signal.Signals | None = None
+        self._signals = 0
+
+    def run(self) -> Outcome:
+        """Runs everything to its end and clears up. Must be called from the main thread.
+
+        A controller that ends with 0 ends the run; without a controller on this host the run ends when all processes
+        have ended with 0.
+        """
+        guard = Guard(self.run_dir.run_id, self.run_dir.runtime_dir, self.run_dir.shm_dir)
+        try:
+            with self._catching_signals():
+                try:
+                    for plan in self.plans:
+                        self._start(plan, guard)
+                    outcome = self._watch()
+                finally:
+                    self._stop()
+        finally:
+            self.run_dir.leave()
+            guard.dismiss()
+        return Outcome(
+            outcome.code, outcome.text, outcome.failed, {c.name: c.ended_at for c in self.children if c.ended_at}
+        )
+
+    def _start(self, plan: ProcessPlan, guard: Guard) -> None:
+        with self.run_dir.out(plan.name).open("ab") as out, _on_cores(plan.cores):
+            process = subprocess.Popen(
+                plan.command,
+                env={**os.environ, **plan.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        guard.watch(process.pid)
+        self.children.append(Child(plan, process))
+
+    def _watch(self) -> Outcome:
+        controller = next((child for child in self.children if child.plan.role == "controller"), None)
+        while True:
+            if self._signal is not None:
+                return Outcome(128 + self._signal, f"stopped by {self._signal.name}")
+            self._poll()
+            if failed := self._failed():
+                return self._failure(failed)
+            if controller is not None and controller.process.returncode == 0:
+                return self._linger()
+            running = [child for child in self.children if child.process.returncode is None]
+            if controller is None and not running:
+                return Outcome(0, "every service of this node has ended")
+            if controller is not None and (early := self._ended_too_early()):
+                text = f"{early[0].name} ended {self.peer_timeout:g} s ago and the run goes on without it"
+                return Outcome(1, text, tuple(child.name for child in early))
+            self.tick(self.children)
+            time.sleep(POLL_SECONDS)
+
+    def _linger(self) -> Outcome:
+        """The work is done; what ends now with an error still makes the run a failure."""
+        end = time.monotonic() + LINGER_SECONDS
+        while time.monotonic() < end and self._signal is None:
+            self._poll()
+            if failed := self._failed():
+                return self._failure(failed)
+            if all(child.process.returncode == 0 for child in self.children):
+                break
+            self.tick(self.children)
+            time.sleep(POLL_SECONDS)
+        self.tick(self.children)
+        return Outcome(0, "the run has ended")
+
+    def _poll(self) -> None:
+        for child in self.children:
+            if child.ended_at is None and child.process.poll() is not None:
+                child.ended_at = datetime.now(UTC)
+
+    def _failed(self) -> list[Child]:
+        failed = [child for child in self.children if child.process.returncode not in (None, 0)]
+        return sorted(failed, key=lambda child: child.ended_at or datetime.now(UTC))
+
+    def _failure(self, failed: Sequence[Child]) -> Outcome:
+        text = "; ".join(f"{child.name} {child.how()}" for child in failed)
+        return Outcome(1, text, tuple(child.name for child in failed))
+
+    def _ended_too_early(self) -> list[Child]:
+        now = datetime.now(UTC)
+        return [c for c in self.children if c.ended_at and (now - c.ended_at).total_seconds() > self.peer_timeout]
+
+    def _stop(self) -> None:
+        """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.
+
+        Another signal (a second Ctrl-C) ends the wait.
+        """
+        for child in self.children:
+            if child.process.poll() is None:
+                child.process.terminate()
+        end = time.monotonic() + STOP_SECONDS
+        seen = self._signals
+        while time.monotonic() < end and self._signals == seen:
+            self._poll()
+            if all(child.ended_at for child in self.children):
+                break
+            time.sleep(POLL_SECONDS / 2)
+        for child in self.children:
+            if child.process.poll() is None:
+                os.killpg(child.process.pid, signal.SIGKILL)
+            child.process.wait()
+        sweep(self.run_dir.run_id, {child.process.pid for child in self.children}, term_seconds=1.0)
+
+    @contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        def note(number: int, _frame: FrameType | None) -> None:
+            self._signal = self._signal or signal.Signals(number)
+            self._signals += 1
+
+        earlier: dict[signal.Signals, Any] = {kind: signal.signal(kind, note) for kind in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for kind, handler in earlier.items():
+                signal.signal(kind, handler)
+
+
+@contextmanager
+def _on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """A child inherits the affinity of the thread that starts it; a preexec function would not be safe."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
