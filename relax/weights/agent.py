@@ -9,14 +9,17 @@ import fcntl
 import os
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 from relax.weights.errors import NotStored, StoreBusy
 from relax.weights.manifest import Chunk, Manifest, Shapes, check_names
 from relax.weights.slot import try_lock
 from relax.weights.store import ChunkStore, ImageWriter, check_chunk
 
-Fetch = Callable[[str, int], Awaitable[bytes | memoryview | None]]
-"""(digest, size in bytes) -> the chunk, or None when the source does not hold it. Brings its own deadline."""
+Fetch = Callable[[int, str], Awaitable[Any]]
+"""(version, digest) -> the chunk's bytes (any contiguous buffer), or None when the source does not hold it.
+Brings its own deadline."""
 
 IN_FLIGHT = 4
 """Chunks asked for at once: hides the round trip, and bounds memory to 64 MiB."""
@@ -25,14 +28,14 @@ POLL_S = 0.01
 
 
 class WeightAgent:
-    """Brings sets of weights to this node's `store`.
+    """Brings sets of weights to this node's `store` (or the directory of one, made when it is not there).
 
     `fetch` asks the trainer or a node that already has the set (`source` names it in errors). Any number of agents may
     share a store; a lock file lets one of them work and passes to another when its holder dies.
     """
 
-    def __init__(self, store: ChunkStore, fetch: Fetch | None = None, source: str = "the trainer") -> None:
-        self.store = store
+    def __init__(self, store: ChunkStore | Path, fetch: Fetch | None = None, source: str = "the trainer") -> None:
+        self.store = store if isinstance(store, ChunkStore) else ChunkStore(store, create=True)
         self._fetch = fetch
         self._source = source
         self.fetched_chunks = 0
@@ -87,9 +90,12 @@ class WeightAgent:
 
         async def bring(name: str, number: int, chunk: Chunk) -> None:
             async with free:
-                data = await asyncio.to_thread(self.store.read_chunk, chunk.digest)
+                data: bytes | memoryview | None = await asyncio.to_thread(self.store.read_chunk, chunk.digest)
+                if data is None:
+                    what = f"{manifest.tag}: {name}, chunk {number}"
+                    data = await self._ask(manifest.tag.version, chunk, what)
                 # Written in the loop: a thread could outlive a cancelled fetch and write to a place given to others.
-                image.write(chunk.offset, data or await self._ask(chunk, f"{manifest.tag}: {name}, chunk {number}"))
+                image.write(chunk.offset, data)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -99,12 +105,13 @@ class WeightAgent:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _ask(self, chunk: Chunk, what: str) -> bytes | memoryview:
+    async def _ask(self, version: int, chunk: Chunk, what: str) -> memoryview:
         if self._fetch is None:
             raise NotStored(f"{what} is not on this node and there is no source to fetch it from")
-        data = await self._fetch(chunk.digest, chunk.size)
-        if data is None:
+        answer = await self._fetch(version, chunk.digest)
+        if answer is None:
             raise NotStored(f"{what} ({chunk.digest}): {self._source} does not hold it any more")
+        data = memoryview(answer).cast("B")
         check_chunk(data, chunk, f"{what} from {self._source}")
         self.fetched_chunks += 1
         self.fetched_bytes += chunk.size

@@ -116,7 +116,7 @@ class Manifest:
         return _ADAPTER.dump_json(self)
 
     @classmethod
-    def from_json(cls, text: bytes | str, source: str) -> "Manifest":
+    def from_json(cls, text: bytes | str, source: str = "a peer") -> "Manifest":
         """Parse and check. `source` (a path or a peer) is named in the error. Raises `WeightError`."""
         try:
             manifest = _ADAPTER.validate_json(text)

@@ -33,7 +33,7 @@ def node(tmp_path: Path) -> Iterator[ChunkStore]:
 
 
 def source(store: ChunkStore):
-    async def fetch(digest: str, size: int) -> bytes | None:
+    async def fetch(version: int, digest: str) -> bytes | None:
         await asyncio.sleep(0)
         return store.read_chunk(digest)
 
@@ -74,7 +74,7 @@ def test_agents_of_one_node_fetch_once(trainer: ChunkStore, node: ChunkStore) ->
 def test_another_agent_takes_over_when_the_first_is_cancelled(trainer: ChunkStore, node: ChunkStore) -> None:
     manifest = publish(trainer, 0)
 
-    async def never(digest: str, size: int) -> bytes:
+    async def never(version: int, digest: str) -> bytes:
         await asyncio.sleep(3600)
         raise AssertionError
 
@@ -94,7 +94,7 @@ def test_another_agent_takes_over_when_the_first_is_cancelled(trainer: ChunkStor
 
 
 def test_source_that_stays_silent_ends_at_the_deadline(trainer: ChunkStore, node: ChunkStore) -> None:
-    async def never(digest: str, size: int) -> bytes:
+    async def never(version: int, digest: str) -> bytes:
         await asyncio.sleep(3600)
         raise AssertionError
 
@@ -105,7 +105,7 @@ def test_source_that_stays_silent_ends_at_the_deadline(trainer: ChunkStore, node
 
 @pytest.mark.parametrize("change", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:]])
 def test_wrong_chunk_is_refused_with_its_source_named(trainer: ChunkStore, node: ChunkStore, change) -> None:
-    async def fetch(digest: str, size: int) -> bytes:
+    async def fetch(version: int, digest: str) -> bytes:
         return change(trainer.read_chunk(digest))
 
     with pytest.raises(DigestMismatch, match=r"chunk 0 from node two"):

@@ -1,0 +1,360 @@
+"""vLLM as the engine of a rollout replica: one `AsyncLLM`, its engine core in one child process.
+
+The traps of this vLLM that the code answers, each held by a test: log-probs are those of the distribution sampled from
+(`processed_logprobs`); the checkpoint's generation_config.json cannot change sampling; weights are loaded in place from
+shared memory inside the child; a tied head is refreshed; prefix caches never outlive the weights they came from; and
+the child ends with its parent.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+from relax.engines.base import EngineDied, EngineError, EngineInfo, Request, RequestRefused, Result
+from relax.engines.checkpoint import model_facts
+from relax.engines.environment import prepare_environment
+from relax.engines.vllm_result import result_of, version_label
+from relax.weights import errors as weight_errors
+from relax.weights.manifest import Manifest, WeightTag
+
+CONTROL_DEADLINE_S = 60.0
+"""For calls into the engine core that only wait for its current step."""
+
+MIN_STEP_TOKENS = 2048
+"""Tokens of one engine step; at least one whole prompt, since prompts are never cut."""
+
+
+class VllmEngine:
+    """See `relax.engines.base.Engine` for what the methods promise.
+
+    `checkpoint` is a Hugging Face directory; its weights are never read, only its configuration. `max_model_len` bounds
+    prompt + response in tokens; `kv_cache_mb` (MiB) must hold at least one such sequence. `dtype` is "float32" or
+    "bfloat16".
+    """
+
+    died: asyncio.Future[str]
+
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        *,
+        max_model_len: int,
+        dtype: str = "float32",
+        max_num_seqs: int = 64,
+        kv_cache_mb: int = 64,
+        startup_timeout: float = 300.0,
+    ) -> None:
+        self._checkpoint = str(checkpoint)
+        self._facts = model_facts(checkpoint)
+        if max_model_len > self._facts.max_len:
+            raise EngineError(
+                f"{checkpoint} takes sequences of at most {self._facts.max_len} tokens, asked are {max_model_len}: "
+                f"lower --rollout-max-prompt-len or --rollout-max-response-len"
+            )
+        self._max_model_len = max_model_len
+        self._dtype = dtype
+        self._max_num_seqs = max_num_seqs
+        self._kv_cache_bytes = kv_cache_mb * 2**20
+        self._startup_timeout = startup_timeout
+        self._llm: Any = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._watched: dict[int, Any] = {}  # pidfd -> process
+        self._tag: WeightTag | None = None
+        self._unusable = ""  # why weights in memory are no version, if they are none
+        self._tasks: dict[str, asyncio.Task[Result]] = {}
+        self._queues: dict[str, Any] = {}
+        # Held by whatever must not be interleaved: requests join between loads, never within one.
+        self._door = asyncio.Lock()
+        self._paused = False
+        self._closing = False
+
+    @classmethod
+    def from_options(cls, options: Any) -> Self:
+        """The engine that a run's options ask for."""
+        return cls(
+            options.hf_checkpoint,
+            max_model_len=options.rollout_max_prompt_len + options.rollout_max_response_len,
+            dtype=options.rollout_dtype,
+            max_num_seqs=options.rollout_max_num_seqs,
+            kv_cache_mb=options.rollout_kv_cache_mb,
+            startup_timeout=options.startup_timeout,
+        )
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.died = loop.create_future()
+        prepare_environment()
+        os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._startup_timeout))
+        # The child is killed when the *thread* that started it ends, so this one lives as long as the engine.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
+        building = loop.run_in_executor(self._thread, self._build)
+        try:
+            self._llm = await asyncio.wait_for(building, self._startup_timeout + 30)
+        except TimeoutError:
+            raise EngineError(f"vLLM did not start within {self._startup_timeout:.0f} s (--startup-timeout)") from None
+        except RuntimeError as error:
+            raise EngineError(f"vLLM did not start: {error} The cause is in this service's output, above") from error
+        for process in self._llm.engine_core.resources.engine_manager.processes:
+            fd = os.pidfd_open(process.pid)
+            self._watched[fd] = process
+            loop.add_reader(fd, self._process_ended, fd)
+
+    def _build(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        arguments = AsyncEngineArgs(
+            model=self._checkpoint,
+            dtype=self._dtype,  # type: ignore[arg-type]
+            # Version 0 comes the way of every other; nothing is sampled from what the model starts with.
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            kv_cache_memory_bytes=self._kv_cache_bytes,
+            # Small blocks: prompts of an RL dataset are short, and a group shares its prompt block by block.
+            block_size=32,
+            # A chunked prompt rewinds its request's generator, which CPU generators cannot: the engine core dies.
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=max(MIN_STEP_TOKENS, self._max_model_len),
+            enforce_eager=True,
+            distributed_executor_backend="uni",
+            worker_extension_cls="relax.engines.vllm_worker.WeightLoader",
+            disable_log_stats=True,
+        )
+        return AsyncLLM.from_engine_args(arguments)
+
+    def _process_ended(self, fd: int) -> None:
+        process = self._watched.pop(fd)
+        asyncio.get_running_loop().remove_reader(fd)
+        os.close(fd)
+        process.join(1)
+        code = process.exitcode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        reason = f"vLLM's process {process.pid} ended by {how}; its last lines are in this service's output"
+        if not self.died.done():
+            self.died.set_result(reason)
+        for queue in self._queues.values():
+            queue.put(EngineDied(reason))
+
+    async def shutdown(self) -> None:
+        if self._closing or self._thread is None:
+            return
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        processes = list(self._watched.values())
+        for fd in self._watched:
+            loop.remove_reader(fd)
+            os.close(fd)
+        self._watched.clear()
+        for task in self._tasks.values():
+            task.cancel()
+        if self._llm is None:  # still starting, or it failed to
+            for child in multiprocessing.active_children():
+                if child.name.startswith("EngineCore"):
+                    child.kill()
+        else:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()
+            # Nothing in the child is worth a grace period, and by itself it takes seconds to end.
+            await loop.run_in_executor(self._thread, lambda: self._llm.shutdown(timeout=0))
+            self._llm = None
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        if not self.died.done():
+            self.died.cancel()
+        self._thread.shutdown(wait=False)
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            engine="vllm",
+            checkpoint=self._checkpoint,
+            dtype=self._dtype,
+            max_model_len=self._max_model_len,
+            max_num_seqs=self._max_num_seqs,
+            eos_token_ids=self._facts.eos_token_ids,
+            tag=self._tag,
+            pids=tuple(process.pid for process in self._watched.values()),
+        )
+
+    @property
+    def running(self) -> int:
+        return len(self._tasks)
+
+    # ---- samples ----
+
+    async def generate(self, request: Request) -> Result:
+        (future,) = await self.submit([request])
+        return await future
+
+    async def submit(self, requests: Sequence[Request], *, together: bool = False) -> list[asyncio.Future[Result]]:
+        for request in requests:
+            self._check(request)
+        async with self._door:
+            self._check_serving()
+            hold = together and not self._paused and len(requests) > 1
+            if hold:
+                await self._control(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            try:
+                return [await self._add(request) for request in requests]
+            finally:
+                if hold:
+                    await self._control(self._llm.engine_core.resume_scheduler_async())
+
+    async def _add(self, request: Request) -> asyncio.Future[Result]:
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if request.id in self._tasks:
+            raise RequestRefused(f"request {request.id} is already running; ids must be unique")
+        stop = self._facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
+        try:
+            parameters = SamplingParams(
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=max(request.top_k, 0),
+                seed=request.seed,
+                max_tokens=request.max_tokens,
+                stop_token_ids=list(stop),
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            queue = await self._llm.add_request(request.id, tokens_input(request.prompt.tolist()), parameters)
+        except EngineDeadError:
+            raise self._dead() from None
+        except ValueError as error:
+            raise RequestRefused(f"request {request.id}: {error}") from error
+        task = asyncio.get_running_loop().create_task(self._collect(request, queue), name=f"request {request.id}")
+        self._tasks[request.id] = task
+        self._queues[request.id] = queue
+        task.add_done_callback(lambda _: self._forget(request.id))
+        return task
+
+    async def _collect(self, request: Request, queue: Any) -> Result:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return result_of(request, await queue.get())
+        except asyncio.CancelledError:
+            if not self._closing and not self.died.done():
+                await self._llm.abort(queue.request_id, internal=True)
+            raise
+        except EngineDeadError:
+            raise self._dead() from None
+
+    def _forget(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+        self._queues.pop(request_id, None)
+
+    async def abort(self, ids: Sequence[str]) -> None:
+        queues = [self._queues[i].request_id for i in ids if i in self._queues]
+        if queues:
+            self._check_alive()
+            await self._control(self._llm.abort(queues, internal=True))
+
+    # ---- weights ----
+
+    async def load(self, manifest: Manifest, store: Path | str, *, deadline: float) -> None:
+        async with self._door:
+            self._check_alive()
+            if self._tasks and not self._paused:
+                raise EngineError(f"cannot load {manifest.tag}: {len(self._tasks)} samples are running; drain or pause")
+            if self._unusable or self._tag is None or self._tag.digest != manifest.tag.digest:
+                await self._load(manifest, str(store), deadline)
+            await self._control(self._llm.update_weight_version(version_label(manifest.tag)))
+            self._tag = manifest.tag
+            self._unusable = ""
+
+    async def _load(self, manifest: Manifest, store: str, deadline: float) -> None:
+        before = self._unusable
+        self._unusable = f"the load of {manifest.tag} did not come to its end"
+        call = self._llm.collective_rpc("relax_load", args=(manifest.to_json(), store))
+        try:
+            answers = await asyncio.wait_for(call, deadline)
+        except TimeoutError:
+            raise EngineError(f"{manifest.tag} was not loaded within {deadline:.0f} s; restart this engine") from None
+        except Exception as error:
+            if self.died.done():
+                raise self._dead() from None
+            raise EngineError(f"vLLM failed while loading {manifest.tag}: {error}") from error
+        refusals = [answer for answer in answers if "refused" in answer]
+        if refusals:
+            # Every rank checks the same bytes before it touches a weight, so they all refuse or none does.
+            self._unusable = before
+            raise getattr(weight_errors, refusals[0]["refused"])(refusals[0]["message"])
+        if not await self._control(self._llm.reset_prefix_cache(reset_running_requests=True)):
+            raise EngineError(f"vLLM kept its prefix cache after loading {manifest.tag}; its log-probs would be wrong")
+
+    async def pause(self) -> None:
+        async with self._door:
+            self._check_alive()
+            await self._control(self._llm.pause_generation(mode="keep", clear_cache=False))
+            self._paused = True
+
+    async def resume(self) -> None:
+        async with self._door:
+            self._check_alive()
+            await self._control(self._llm.resume_generation())
+            self._paused = False
+
+    # ---- checks ----
+
+    async def _control(self, call: Any) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            return await asyncio.wait_for(call, CONTROL_DEADLINE_S)
+        except TimeoutError:
+            raise EngineError(f"vLLM's engine core did not answer within {CONTROL_DEADLINE_S:.0f} s") from None
+        except EngineDeadError:
+            raise self._dead() from None
+
+    def _dead(self) -> EngineDied:
+        return EngineDied(
+            self.died.result() if self.died.done() and not self.died.cancelled() else "vLLM's process died"
+        )
+
+    def _check_alive(self) -> None:
+        if self._llm is None or self._closing:
+            raise EngineError("this engine is not running: it was not started, or was shut down")
+        if self.died.done():
+            raise self._dead()
+
+    def _check_serving(self) -> None:
+        self._check_alive()
+        if self._unusable:
+            raise EngineError(f"this engine serves no weights: {self._unusable}")
+        if self._tag is None:
+            raise EngineError("this engine has no weights yet: load a version before the first request")
+
+    def _check(self, request: Request) -> None:
+        n = len(request.prompt)
+        if n == 0:
+            raise RequestRefused(f"request {request.id} has an empty prompt")
+        if request.max_tokens < 1:
+            raise RequestRefused(f"request {request.id} asks for {request.max_tokens} tokens; at least 1")
+        if n + request.max_tokens > self._max_model_len:
+            raise RequestRefused(
+                f"request {request.id}: prompt of {n} tokens and response of up to {request.max_tokens} do not fit the "
+                f"engine's {self._max_model_len} (--rollout-max-prompt-len + --rollout-max-response-len)"
+            )
+        low, high = int(request.prompt.min()), int(request.prompt.max())
+        if low < 0 or high >= self._facts.vocab_size:
+            raise RequestRefused(
+                f"request {request.id}: token id {low if low < 0 else high} is outside the model's vocabulary of "
+                f"{self._facts.vocab_size}; is this the model's own tokenizer?"
+            )
