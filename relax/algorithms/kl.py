@@ -1,10 +1,10 @@
 """Per-token estimators of KL(current || reference), from samples (http://joschu.net/blog/kl-approx.html).
 
 As *values* they are right when the tokens were sampled by the current policy: k1 and k3 are unbiased, k2 is not. As
-*losses* differentiated through fixed samples they are another matter: the gradient of k1 has expectation 0, that of k3
-is the gradient of the reverse KL, and k2's is the KL gradient only on policy. Multiplied by the importance ratio, not
-detached (`--use-unbiased-kl`), k1 and k3 have the exact gradient, provided that the ratio's denominator is the policy
-which sampled.
+*losses* differentiated through fixed samples they are another matter. On policy, the gradient of k1 has expectation 0,
+that of k3 is the gradient of KL(reference || current), and only k2's is that of the KL. Multiplied by the importance
+ratio, not detached (`--use-unbiased-kl`), k1 and k3 have its exact gradient, off policy too, provided that the ratio's
+denominator is the policy which sampled; k2 loses it.
 """
 
 from typing import Literal, get_args

@@ -8,20 +8,19 @@ ranks, add up to the loss of the batch. Nothing here knows of processes or of Me
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from relax.algorithms import corrections, kl, losses, reduce
+from relax.algorithms.proximal import proximal_source
 from relax.algorithms.registry import AlgorithmSpec
 from relax.algorithms.tensors import clamped_ratio, masked
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 """name -> (sum, count), detached 0-d tensors; sums of micro-batches and ranks add up, and are divided once."""
-
-Proximal = Literal["behaviour", "current", "recomputed", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +43,6 @@ class Objective:
 
     loss: Tensor
     metrics: Metrics
-
-
-def proximal_source(spec: AlgorithmSpec, options: Any) -> Proximal:
-    """Where the old log-probs come from. Only for "recomputed" does the actor run a forward pass before the batch."""
-    if not (spec.ratio or options.use_tis or options.use_opsm or (options.use_kl_loss and options.use_unbiased_kl)):
-        return "none"
-    if options.use_rollout_logprobs:
-        return "behaviour"
-    return "current" if options.true_on_policy_mode else "recomputed"
 
 
 def objective(

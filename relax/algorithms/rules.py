@@ -143,7 +143,7 @@ class _Rules:
 
     def check(self, holds: bool, name: str, problem: str, fix: str) -> None:
         if not holds:
-            self.found.append(Violation(flag(name), getattr(self.options, name), problem, fix))
+            self.found.append(Violation(flag(name), getattr(self.options, name), problem, f"{fix}."))
 
     def on(self, name: str, why: str) -> None:
         problem = f"{self.algorithm} needs it on: {why}"
