@@ -94,7 +94,7 @@ def _layer(arch: Architecture) -> list[_Row]:
 
 @torch.no_grad()
 def load(model: GPTModel, tensors: Tensors, arch: Architecture, grid: Grid) -> None:
-    """Fills this rank's part of `model` from a checkpoint, cast to the model's dtype.
+    """Fills this rank's part of `model` from a checkpoint, cast to the model's dtype, and marks what is cut.
 
     Raises CheckpointError when the checkpoint lacks a tensor, holds one that the network has no place for, or one of
     another shape than its config says.
@@ -116,10 +116,21 @@ def load(model: GPTModel, tensors: Tensors, arch: Architecture, grid: Grid) -> N
                 raise CheckpointError(
                     f"{tensors.path}: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
                 )
-        parameters[entry.parameter].copy_(entry.layout.cut(whole, arch, grid.tensor_rank, grid.tensor))
+        parameter = parameters[entry.parameter]
+        parameter.copy_(entry.layout.cut(whole, arch, grid.tensor_rank, grid.tensor))
+        _mark(parameter, entry.layout)
         filled.add(entry.parameter)
     if unfilled := parameters.keys() - filled:
         raise RuntimeError(f"no weights for the parameters {_list(unfilled)}: the mapping lacks them")
+
+
+def _mark(parameter: Tensor, layout: Layout) -> None:
+    # Megatron sets these only where it also initializes a weight. Without them the gradient norm takes the parameter
+    # for a replica and counts the part of tensor-parallel rank 0 alone: clipping would be wrong without any sign of it.
+    if layout.dim is not None:
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.partition_dim = layout.dim  # type: ignore[attr-defined]
+        parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 def _check_names(tensors: Tensors, table: list[Mapping], arch: Architecture) -> None:
@@ -161,7 +172,7 @@ def export(model: GPTModel, arch: Architecture, grid: Grid, *, gradients: bool =
 
 
 def _shards(local: Tensor, layout: Layout, grid: Grid) -> list[Tensor]:
-    if grid.tensor == 1 or not layout.sharded:
+    if grid.tensor == 1 or layout.dim is None:
         return [local]
     local = local.contiguous()
     shards = [torch.empty_like(local) for _ in range(grid.tensor)]

@@ -14,9 +14,9 @@ from relax.megatron.checkpoint import Architecture
 
 
 class Layout(ABC):
-    """`sharded` says whether ranks hold different parts."""
+    """`dim` is the dimension of the Megatron parameter that is cut; None: every rank holds the same."""
 
-    sharded = True
+    dim: int | None = 0
 
     @abstractmethod
     def cut(self, whole: Sequence[Tensor], arch: Architecture, rank: int, ranks: int) -> Tensor:
@@ -30,7 +30,7 @@ class Layout(ABC):
 class Replicated(Layout):
     """Norms: the same on every rank."""
 
-    sharded = False
+    dim = None
 
     def cut(self, whole: Sequence[Tensor], arch: Architecture, rank: int, ranks: int) -> Tensor:
         return whole[0]
@@ -41,6 +41,8 @@ class Replicated(Layout):
 
 class Columns(Layout):
     """A projection back to the hidden size: its input dimension is cut."""
+
+    dim = 1
 
     def cut(self, whole: Sequence[Tensor], arch: Architecture, rank: int, ranks: int) -> Tensor:
         return whole[0].chunk(ranks, 1)[rank]

@@ -63,6 +63,8 @@ def _transformer_config(architecture: Architecture, grid: Grid, dtype: torch.dty
         bf16=dtype == torch.bfloat16,
         # Micro-batches differ in length, and pipeline stages tell each other how.
         variable_seq_lengths=grid.pipeline > 1,
+        # Without experts it does nothing, but the default is refused together with variable lengths.
+        moe_token_dispatcher_type="alltoall",
         # The loss function divides by the counts of the whole optimizer batch. With this setting, and a count of
         # nothing, neither the schedule nor the gradient reduction scales the loss again (see Network).
         calculate_per_token_loss=True,

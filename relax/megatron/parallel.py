@@ -58,9 +58,11 @@ def initialize(options: Any, *, timeout: float = 1800.0) -> Grid:
     )
     if int(getattr(options, "expert_parallel_size", 1) or 1) != 1:
         raise GridError("--expert-parallel-size must be 1: the supported models (Llama, Qwen2, Qwen3) have no experts")
-    if not dist.is_initialized():
-        _join(tensor, pipeline, context, timeout)
     if not parallel_state.model_parallel_is_initialized():
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        _check_sizes(tensor, pipeline, context, world)
+        if not dist.is_initialized():
+            _join(world, timeout)
         parallel_state.initialize_model_parallel(tensor, pipeline, context_parallel_size=context)
         tensor_parallel.model_parallel_cuda_manual_seed(options.seed)
         torch.manual_seed(options.seed)
@@ -93,8 +95,7 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _join(tensor: int, pipeline: int, context: int, timeout: float) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+def _check_sizes(tensor: int, pipeline: int, context: int, world: int) -> None:
     model = tensor * pipeline * context
     if world % model:
         raise GridError(
@@ -102,6 +103,9 @@ def _join(tensor: int, pipeline: int, context: int, timeout: float) -> None:
             f"{context} = {model} processes hold one model, which does not divide the {world} processes started; "
             f"set `ranks` of the actor in the topology to a multiple of {model}"
         )
+
+
+def _join(world: int, timeout: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "nccl"

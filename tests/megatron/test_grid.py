@@ -1,0 +1,104 @@
+"""Two and four ranks through torchrun give what one rank gives: log-probs, losses, gradients, weights, exports."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relax.megatron.policy import Policy
+from tests.megatron import grid_worker, tiny
+
+ROOT = Path(__file__).parents[2]
+TWO = ["tensor", "tensor-tied", "tensor-bias", "sequence", "pipeline", "pipeline-tied", "context", "data", "data-idle"]
+FOUR = ["tensor-data", "tensor-pipeline", "context-tensor-sequence"]
+
+
+def torchrun(ranks: int, output: Path, cases: list[str]) -> None:
+    for kind in {grid_worker.CASES[case][0] for case in cases}:
+        tiny.save(output / kind, kind)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.megatron.grid_worker"]
+    done = subprocess.run(
+        [*command, str(output), *cases],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("two-ranks")
+    torchrun(2, output, TWO)
+    return output
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("four-ranks")
+    torchrun(4, output, FOUR)
+    return output
+
+
+def assert_equal_to_one_rank(output: Path, case: str) -> None:
+    kind, _, samples = grid_worker.CASES[case]
+    seen = torch.load(output / f"{case}.pt", weights_only=False)
+    policy = Policy(tiny.options(micro_batch_size=3), output / kind)
+    expected = grid_worker.observe(policy, grid_worker.recorded(samples))
+    for got, want in zip(seen["logprobs"], expected["logprobs"], strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert seen["gradients"].keys() == expected["gradients"].keys()
+    for name, want in expected["gradients"].items():
+        torch.testing.assert_close(seen["gradients"][name], want, atol=2e-6, rtol=1e-4, msg=name)
+    for (loss, norm, metrics), (want_loss, want_norm, want_metrics) in zip(
+        seen["steps"], expected["steps"], strict=True
+    ):
+        assert loss == pytest.approx(want_loss, abs=1e-4)
+        assert norm == pytest.approx(want_norm, rel=1e-3)
+        assert metrics.keys() == want_metrics.keys()
+        # Counts show a sample that one grid would see twice, or not at all.
+        assert metrics["tokens"][0] == want_metrics["tokens"][0]
+        assert metrics["entropy"] == pytest.approx(want_metrics["entropy"], rel=1e-4)
+    exported = load_file(output / f"export-{case}" / "model.safetensors")
+    assert exported.keys() == seen["weights"].keys() == expected["weights"].keys()
+    for name, want in expected["weights"].items():
+        assert torch.equal(exported[name], seen["weights"][name])
+        # Adam divides by the gradient's size, so where it is nearly 0 the sign decides: lr x steps is the bound.
+        assert (seen["weights"][name] - want).abs().mean() < 1e-5, name
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_two_ranks_equal_one(case, two_ranks):
+    assert_equal_to_one_rank(two_ranks, case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FOUR)
+def test_four_ranks_equal_one(case, four_ranks):
+    assert_equal_to_one_rank(four_ranks, case)
+
+
+def test_ranks_exchange_headers_arrays_and_metrics(two_ranks):
+    told = json.loads((two_ranks / "exchange.json").read_text())
+    assert told == {
+        "header": {"batch": 3},
+        "a": [0, 1, 2, 3, 4],
+        "b": [0, 3],
+        "sums": {"all": [2.0, 4.0], "rank0": [0.5, 1.0], "rank1": [0.5, 1.0]},
+    }
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_refused_on_every_rank(two_ranks):
+    for rank in range(2):
+        text = (two_ranks / f"refused-{rank}").read_text()
+        assert "3 processes hold one model, which does not divide the 2 processes" in text
