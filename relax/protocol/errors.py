@@ -94,3 +94,11 @@ class PayloadGone(ProtocolError, LookupError):
     def __init__(self, payload_id: str, producer: str) -> None:
         super().__init__(f"payload {payload_id} is not at its producer {producer} any more")
         self.payload_id, self.producer = payload_id, producer
+
+
+class PayloadStoreFull(ProtocolError, MemoryError):
+    """A producer would keep more bytes than its store may hold: payloads are not released, or the limit is too low."""
+
+    def __init__(self, payload_id: str, size: int, held: int, limit: int) -> None:
+        super().__init__(f"payload {payload_id} takes {size} bytes; {held} of at most {limit} are held already")
+        self.payload_id, self.size, self.held, self.limit = payload_id, size, held, limit
