@@ -61,12 +61,13 @@ def batch_advantages(
     and for arrays that do not fit each other.
     """
     tokens = int(response_lens.sum())
-    offered = {"loss_mask": loss_mask, "values": values}
-    if "kl" in spec.advantage.inputs:
-        if behaviour_logprobs is None or reference_logprobs is None:
-            raise ValueError(f"{spec.name} needs behaviour_logprobs and reference_logprobs")
+    offered = {"loss_mask": loss_mask, "values": values, "kl": None}
+    if behaviour_logprobs is not None and reference_logprobs is not None:
         # The KL of the reward belongs to the policy that sampled, hence behaviour and not proximal log-probs.
         offered["kl"] = behaviour_logprobs.astype(np.float64) - reference_logprobs.astype(np.float64)
+    for name, source in (("kl", "behaviour_logprobs and reference_logprobs"), ("values", "values")):
+        if name in spec.advantage.inputs and offered[name] is None:
+            raise ValueError(f"{spec.name} needs {source}")
     for name, array in offered.items():
         if array is not None and len(array) != tokens:
             raise ValueError(f"{name} has {len(array)} entries, response_lens add up to {tokens}")
