@@ -137,7 +137,7 @@ def _validate(values: dict[str, Any], sources: Mapping[str, str], doubted: set[s
         if isinstance(value, bool) and not is_switch(info):
             # pydantic would read true as 1.
             refuse(name, value, "is a switch's value", "Give a number or text.")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and accepts(info, str):
+        elif isinstance(value, int | float) and (accepts(info, str) or accepts(info, Path)):
             # YAML reads `run_name: 7` as a number.
             kept[name] = str(value)
     while True:

@@ -213,7 +213,8 @@ class _Reader:
         return options
 
     def check_hosts(self, topology: Topology) -> None:
-        if not topology.spans_hosts:
+        unknown = [service for service in topology.services if service.node and service.node not in topology.nodes]
+        if unknown or not topology.spans_hosts:
             return
         for service in topology.services:
             if service.node is None:

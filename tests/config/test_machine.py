@@ -1,0 +1,128 @@
+"""What a run needs on this machine, refused before anything starts."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from relax.config import machine
+from relax.config.machine import check_machine
+from relax.config.resolve import resolve
+
+Write = Callable[..., Path]
+
+
+def refusals(file: Path, **flags: Any) -> list[str]:
+    resolved = resolve(flags, file)
+    assert not resolved.violations
+    return [str(violation) for violation in check_machine(resolved)]
+
+
+def test_a_complete_machine_passes(topology: Write) -> None:
+    assert refusals(topology()) == []
+
+
+def test_a_missing_checkpoint_names_the_place_it_was_looked_for(topology: Write) -> None:
+    (told,) = refusals(topology(hf_checkpoint="no/such/model"))
+    assert "does not exist" in told and str(Path.cwd() / "no/such/model") in told and "topology.yaml:" in told
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no weights"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_an_incomplete_checkpoint_is_refused(topology: Write, checkpoint: Path, file: str, told: str) -> None:
+    (checkpoint / file).unlink()
+    found = refusals(topology())
+    assert any(told in violation for violation in found), found
+
+
+def test_weights_cut_by_one_byte_are_noticed(topology: Write, checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
+        weights.write_bytes(damaged)
+        (told,) = refusals(topology())
+        assert "model.safetensors is no complete safetensors file" in told
+
+
+def edit(checkpoint: Path, **values: Any) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_an_architecture_that_is_not_supported_is_named(topology: Write, checkpoint: Path) -> None:
+    edit(checkpoint, architectures=["MixtralForCausalLM"])
+    (told,) = refusals(topology())
+    assert "MixtralForCausalLM" in told and "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in told
+
+
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_broken_config_json_is_refused(topology: Write, checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    (told,) = refusals(topology())
+    assert "config.json" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tensor_parallel_size": 4}, "num_attention_heads, 2"),
+        ({"tensor_parallel_size": 5}, "intermediate_size, 192"),
+        ({"pipeline_parallel_size": 3}, "2 layers"),
+        ({"rollout_max_response_len": 500}, "564 tokens; the model takes 512"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_model(topology: Write, options: dict[str, Any], told: str) -> None:
+    found = refusals(topology(**options))
+    assert any(told in violation for violation in found), found
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_two_versions_of_the_weights_must_fit_into_shared_memory(
+    topology: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = 2 * 113_344 * 4
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(needed, 0, needed))
+    assert refusals(topology()) == []
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(needed, 1, needed - 1))
+    (told,) = refusals(topology())
+    assert "shared memory is too small" in told and "0.9 MiB" in told and "113,344" in told
+    assert refusals(topology(), train_dtype="bfloat16") == []
+
+
+def test_cores_that_this_machine_does_not_have(topology: Write) -> None:
+    (told,) = refusals(topology(services={"rollout": {"cores": [4095]}}))
+    assert "services.rollout.cores = [4095]" in told and "topology.yaml:" in told
+    here = sorted(os.sched_getaffinity(0))
+    assert refusals(topology(services={"rollout": {"cores": here}})) == []
+
+
+@pytest.mark.parametrize(
+    ("write", "option", "told"),
+    [
+        (lambda file: file.unlink(), "--prompt-data", "prompts.jsonl"),
+        (lambda file: file.write_text(""), "--prompt-data", "prompts.jsonl"),
+        (lambda file: file.write_text('{"prompt": "a"}\n{"prompt": "b"}\nnot json\n'), "--prompt-data", "line 3"),
+        (lambda file: file.write_text('{"prompt": "a", "gold": "b"}\n'), "--label-key", "gold"),
+    ],
+)
+def test_faults_of_the_prompts_are_refused_here_too(
+    topology: Write, prompts: Path, write: Callable[[Path], Any], option: str, told: str
+) -> None:
+    file = topology()
+    write(prompts)
+    found = refusals(file)
+    assert found and found[0].startswith(option) and told in found[0]
