@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from relax.megatron import batches
+from relax.megatron.network import Network
 from relax.megatron.optimizer import NonFiniteGradientError
 from relax.megatron.policy import Policy
 from tests.megatron import tiny
@@ -77,6 +78,20 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(size, tmp_path):
     assert metrics2["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients2[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_a_network_that_is_not_trained_gives_the_same_logprobs_and_holds_no_gradients(tmp_path):
+    tiny.save(tmp_path)
+    batch = tiny.batch()
+    reference = Network(tiny.options(), tmp_path, trainable=False)
+    assert np.array_equal(reference.logprobs(batch, 1.0), Policy(tiny.options(), tmp_path).logprobs(batch, 1.0))
+    assert not any(p.requires_grad or hasattr(p, "main_grad") for p in reference.model.parameters())
+
+
+def test_number_of_parameters_is_that_of_transformers(tmp_path):
+    for kind in ("qwen2", "qwen3-tied"):
+        model = tiny.save(tmp_path / kind, kind)
+        assert Policy(tiny.options(), tmp_path / kind).num_parameters == model.num_parameters()
 
 
 def test_a_step_changes_the_weights_that_state_and_logprobs_show(tmp_path):
