@@ -1,0 +1,60 @@
+"""Questions to a ledger file, for status, tests and people; the run may be writing it meanwhile."""
+
+import sqlite3
+from pathlib import Path
+
+from relax.ledger.schema import SCHEMA_VERSION
+from relax.ledger.states import Conservation, LedgerError, State
+
+# The lineages a run consists of, newest first: of an older one only what it did before batch `below` is inherited.
+_CHAIN = """
+WITH RECURSIVE chain (lineage, below) AS (
+    SELECT max(lineage), NULL FROM lineages
+    UNION ALL
+    SELECT l.parent, min(coalesce(chain.below, l.first_batch), l.first_batch)
+    FROM chain JOIN lineages l ON l.lineage = chain.lineage WHERE l.parent IS NOT NULL
+)
+"""
+
+
+def read(path: Path) -> sqlite3.Connection:
+    """Opens a ledger read-only. LedgerError if it is missing or of another schema."""
+    if not Path(path).is_file():
+        raise LedgerError(f"{path} does not exist: not a run directory, or its controller never started")
+    connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != SCHEMA_VERSION:
+        connection.close()
+        raise LedgerError(f"{path} has ledger schema {version}, this Relax reads {SCHEMA_VERSION}")
+    return connection
+
+
+def conservation(connection: sqlite3.Connection, lineage: int | None = None) -> Conservation:
+    """The counts of one lineage (default the newest) as they are on disk."""
+    draws = connection.execute(
+        "SELECT state, coalesce(reason, ''), count(*) FROM groups "
+        "WHERE first_issued_at IS NOT NULL AND lineage = coalesce(?, (SELECT max(lineage) FROM lineages)) "
+        "GROUP BY state, reason",
+        (lineage,),
+    ).fetchall()
+    trained = sum(n for state, _, n in draws if state == State.TRAINED.word)
+    dropped = {reason: n for state, reason, n in draws if state == State.DROPPED.word}
+    flying = {State[state.upper()]: n for state, _, n in draws if state not in (State.TRAINED.word, State.DROPPED.word)}
+    return Conservation(sum(n for _, _, n in draws), trained, dropped, flying)
+
+
+def trained_prompts(connection: sqlite3.Connection) -> list[tuple[int, int]]:
+    """(prompt id, epoch) of every group that the newest lineage trained or inherited, in order of batch and group."""
+    return connection.execute(
+        _CHAIN + "SELECT g.prompt_id, g.epoch FROM chain JOIN groups g USING (lineage) "
+        "WHERE g.state = 'trained' AND (chain.below IS NULL OR g.batch < chain.below) ORDER BY g.batch, g.group_id"
+    ).fetchall()
+
+
+def oldest_open(connection: sqlite3.Connection, limit: int = 10) -> list[tuple[int, int, str, str | None, float]]:
+    """(group, attempt, state, location, drawn at) of the open groups of the newest lineage, longest under way first."""
+    return connection.execute(
+        "SELECT group_id, attempt, state, location, drawn_at FROM groups "
+        "WHERE ended_at IS NULL AND lineage = (SELECT max(lineage) FROM lineages) ORDER BY drawn_at, group_id LIMIT ?",
+        (limit,),
+    ).fetchall()

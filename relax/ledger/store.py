@@ -1,0 +1,169 @@
+"""The ledger on disk: SQLite in WAL mode, written by one thread."""
+
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from relax.ledger import schema
+from relax.ledger.changes import Changes
+from relax.ledger.states import LedgerError
+
+
+class Ledger:
+    """A new ledger file and the thread that writes it.
+
+    `write` queues one turn's changes and returns at once; the thread takes all that wait into one transaction. The
+    queue is bounded by `room` turns: the one producer asks `has_room` first and keeps its changes while there is none.
+    Synchronous NORMAL: a crash of the process loses nothing written, a power cut at most the last moments, and never
+    consistency.
+
+    Raises LedgerError if `path` exists (a run directory belongs to one run) or cannot be made. A write that fails (disk
+    full) ends the thread; every later call raises LedgerError with the cause, and so does one after `stall_timeout`
+    seconds without room.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str = "",
+        lineage: int = 0,
+        first_batch: int = 0,
+        room: int = 256,
+        stall_timeout: float = 60.0,
+    ) -> None:
+        self.path = Path(path)
+        self._room = room
+        self._stall_timeout = stall_timeout
+        self._full_since: float | None = None
+        self._queue: deque[Changes] = deque()
+        self._changed = threading.Condition()
+        self._submitted = 0
+        self._written = 0
+        self._closing = False
+        self._failure: Exception | None = None
+        self._connection = _create(self.path, run_id, lineage, first_batch, stall_timeout)
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+        self._thread.start()
+
+    def has_room(self) -> bool:
+        """Whether `write` would take another turn now."""
+        self._raise_failure()
+        if len(self._queue) < self._room:
+            self._full_since = None
+            return True
+        now = time.monotonic()
+        self._full_since = self._full_since or now
+        if now - self._full_since > self._stall_timeout:
+            raise LedgerError(
+                f"{self.path} has not been written for {now - self._full_since:.0f} s "
+                f"({len(self._queue)} turns wait): is its disk, which must be local, stuck?"
+            )
+        return False
+
+    def write(self, changes: Changes) -> None:
+        """Queues one turn. Raises LedgerError when there is no room, the ledger failed or is closed."""
+        self._raise_failure()
+        with self._changed:
+            if self._closing:
+                raise LedgerError(f"{self.path} is closed")
+            if len(self._queue) >= self._room:
+                raise LedgerError(f"{self.path} has {len(self._queue)} turns waiting: no room for another")
+            self._queue.append(changes)
+            self._submitted += 1
+            self._changed.notify_all()
+
+    def flush(self, deadline: float) -> None:
+        """Waits until all that was queued is written; LedgerError after `deadline` seconds."""
+        with self._changed:
+            target = self._submitted
+            if not self._changed.wait_for(lambda: self._written >= target or self._failure is not None, deadline):
+                behind = target - self._written
+                raise LedgerError(f"{self.path} has not been written after {deadline:g} s: {behind} turns wait")
+        self._raise_failure()
+
+    def close(self, deadline: float = 10.0) -> None:
+        """Writes what is queued, then ends the thread. LedgerError if that failed or took longer than `deadline` s."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(deadline)
+        if self._thread.is_alive():
+            raise LedgerError(f"{self.path} could not be closed within {deadline:g} s: {len(self._queue)} turns wait")
+        self._raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise LedgerError(f"{self.path} cannot be written: {self._failure}") from self._failure
+
+    def _run(self) -> None:
+        try:
+            while turns := self._take():
+                with self._connection:  # one transaction
+                    for changes in turns:
+                        _apply(self._connection, changes)
+                with self._changed:
+                    self._written += len(turns)
+                    self._changed.notify_all()
+        except Exception as error:  # whatever it is, the owner must hear of it
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        finally:
+            self._connection.close()
+
+    def _take(self) -> list[Changes]:
+        """All turns that wait, or none once the ledger is closing and nothing is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closing)
+            turns = list(self._queue)
+            self._queue.clear()
+            return turns
+
+
+def _create(path: Path, run_id: str, lineage: int, first_batch: int, timeout: float) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        raise LedgerError(f"{path} exists: it is the ledger of another run. Choose another --run-dir") from None
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be created: {error.strerror}") from error
+    now = time.time()
+    meta = {"schema_version": str(schema.SCHEMA_VERSION), "run_id": run_id, "created_at": repr(now)}
+    # Made here so that errors reach the caller; from then on only the writer thread uses the connection. The timeout is
+    # for a tool that holds the write lock; readers never block the writer.
+    connection = sqlite3.connect(path, timeout=timeout, check_same_thread=False)
+    try:
+        connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + schema.SCHEMA)
+        with connection:
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
+            connection.execute("INSERT INTO lineages VALUES (?, NULL, ?, ?)", (lineage, first_batch, now))
+    except sqlite3.Error as error:
+        connection.close()
+        raise LedgerError(f"{path} cannot be created: {error}") from error
+    return connection
+
+
+def _apply(connection: sqlite3.Connection, changes: Changes) -> None:
+    for statement, rows in (
+        (schema.UPSERT_GROUP, changes.groups),
+        (schema.UPSERT_BATCH, changes.batches),
+        (schema.UPSERT_VERSION, changes.versions),
+        (schema.INSERT_EVENT, changes.events),
+        (schema.UPSERT_COUNTER, changes.counters),
+    ):
+        if rows:
+            connection.executemany(statement, rows)
