@@ -113,18 +113,15 @@ class GroupBook:
         if record.times[state] is not None:
             return self._count(Stale(StaleReason.REPEATED, f"group {record.group} was {state.word} before"))
         record.times[state] = self._clock()
-        if oldest is not None:
-            record.oldest = oldest
-        if tokens is not None:
-            record.tokens = tokens
         self._touch(record)
         previous = record.state
         if state < previous:
             detail = f"group {record.group} is {previous.word} already, {state.word} came late"
             return self._count(Stale(StaleReason.LATE, detail))
         record.state = state
-        if location is not None:
-            record.location = location
+        record.oldest = record.oldest if oldest is None else oldest
+        record.tokens = record.tokens if tokens is None else tokens
+        record.location = record.location if location is None else location
         return Accepted(previous, state)
 
     # --- by the owner ------------------------------------------------------------------------------------------------

@@ -47,11 +47,12 @@ def test_a_group_lives_from_draw_to_training() -> None:
 def test_later_report_overtakes_an_earlier_one() -> None:
     book = drawn(1)
     lease = book.issue(0, "rollout-0", 0)
-    assert book.advance(lease, State.READY) == Accepted(State.ISSUED, State.READY)
-    late = book.advance(lease, State.SCORED)
+    assert book.advance(lease, State.READY, oldest=0, location="advantages-0") == Accepted(State.ISSUED, State.READY)
+    late = book.advance(lease, State.SCORED, oldest=7, location="reward-0")
     assert isinstance(late, Stale)
     assert late.reason is StaleReason.LATE
     assert book[0].state is State.READY
+    assert (book[0].oldest, book[0].location) == (0, "advantages-0")
     assert book[0].times[State.SCORED] is not None
 
 
