@@ -76,6 +76,6 @@ def _lock(endpoint: str, path: Path) -> int:
             raise BindFailed(endpoint, "a living process listens there") from None
         # The former owner may have removed the file between our open and our lock.
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(_lock_path(path)).st_ino == os.fstat(fd).st_ino:
+            if _lock_path(path).stat().st_ino == os.fstat(fd).st_ino:
                 return fd
         os.close(fd)

@@ -1,8 +1,8 @@
 """The way in: what one sender has told and asked, each message taken once and in order.
 
 An inlet is one life of one sender (name, incarnation) and the latest link it opened. Tells are accepted in sequence
-into a bounded inbox and handled one after the other; asks are answered by tasks, at most once per ask, and the answer is
-kept until the asker says that it has it.
+into a bounded inbox and handled one after the other; asks are answered by tasks, at most once per ask, and the answer
+is kept until the asker says that it has it.
 """
 
 import asyncio

@@ -336,10 +336,12 @@ class Mailbox:
         return inlet
 
     def _make_room(self) -> None:
-        idle = [(inlet.heard, key) for key, inlet in self._inlets.items() if not inlet.tasks]
+        idle = sorted((inlet.heard, key) for key, inlet in self._inlets.items() if not inlet.tasks)
         if not idle:
             raise Refused("peers", f"{self.bounds.peers} senders are at work already")
-        self._inlets.pop(min(idle)[1]).close()
+        # Some at a time: looking through all of them for each new sender would let inventing names cost us more.
+        for _, key in idle[: 1 + self.bounds.peers // 8]:
+            self._inlets.pop(key).close()
 
     def _sweep(self) -> None:
         assert self._core is not None

@@ -5,6 +5,7 @@ needs them pulls them from there. The producer keeps them until `release`, so a 
 consumer that died can be replaced by one that pulls again.
 """
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -38,7 +39,7 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays, wherever they are."""
-        return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) for dtype, shape in self.specs.values())
+        return sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in self.specs.values())
 
 
 # consumer -> producer, when the arrays of a payload are needed. Reply: PayloadArrays, or None when they were released.

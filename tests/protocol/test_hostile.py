@@ -1,0 +1,183 @@
+"""Bytes that no mailbox would send: refused and counted, while valid traffic goes on."""
+
+import asyncio
+import itertools
+import random
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+
+from relax.protocol.arrays import Limits
+from relax.protocol.codec import encode, schema_of
+from relax.protocol.core import Bounds
+from relax.protocol.envelope import ACK, ASK, HEAD, MAGIC, PROBE, REPLY, SETTLED, TELL, head
+from tests.protocol.conftest import mailbox, opened, run, until
+from tests.protocol.wire import Note, Question, Reply, Tensor
+
+LIMITS = Limits(header_bytes=100_000, frame_bytes=300_000, message_bytes=400_000, frames=8)
+ADDRESS = ["run", 0, "stranger", "x", 1, "ipc:///nowhere"]
+NUMBERS = itertools.count()
+
+
+def packed(*rest, address=None) -> bytes:
+    """An address and what follows it; by default of a sender never heard before, whose sequence begins."""
+    address = address or [*ADDRESS[:2], f"stranger-{next(NUMBERS)}", *ADDRESS[3:]]
+    return msgpack.packb([*address, *rest])
+
+
+def tell(seq: int, message, base: int = 1, address=None) -> list[bytes]:
+    header, *frames = encode(message)
+    return [head(TELL, 0, seq, base) + packed(*msgpack.unpackb(header), address=address), *map(bytes, frames)]
+
+
+def body(**fields) -> list:
+    schema = schema_of(Note)
+    return ["note", schema.fingerprint, list(fields.values())]
+
+
+MALFORMED = {
+    "header": [
+        [b""],
+        [b"GET / HTTP/1.1"],
+        [HEAD.pack(b"Rx\x02", TELL, 0, 1, 1) + packed(*body(number=1, text=""))],
+        [HEAD.pack(MAGIC, 77, 0, 1, 1) + packed()],
+        [head(TELL, 0, 1, 1)],
+        [head(TELL, 0, 1, 1) + b"\xc1"],
+        [head(TELL, 0, 1, 1) + b"\xdf\xff\xff\xff\xff"],
+        [head(TELL, 0, 1, 1) + b"\x91" * 3000],
+        [head(TELL, 0, 1, 1) + msgpack.packb({"a": 1})],
+        [head(TELL, 0, 1, 1) + packed(address=["run", "0", "stranger", "x", 1, "e"])],
+        [head(TELL, 0, 1, 1) + packed(address=["run", 0, "s" * 10_000, "x", 1, "e"])],
+        [head(TELL, 0, 1, 1) + packed("note")],
+        [head(ASK, 0, 1, 1) + packed()],
+        [head(PROBE, 0, 1, 1) + packed(1)],
+        [head(PROBE, 0, 1, 1) + packed("1", [])],
+        [head(ACK, 0, 1, 1) + packed(None, [])],
+        [head(REPLY, 0, 1, 1) + packed(*body(number=1, text=""))],
+    ],
+    "kind": [[head(TELL, 0, 1, 1) + packed("exploit", 1, [])], [head(ASK, 0, 1, 1) + packed(None, 1, [])]],
+    "schema": [[head(TELL, 0, 1, 1) + packed("note", 12345, [1, ""])]],
+    "type": [
+        [head(TELL, 0, 1, 1) + packed(*body(number="1", text=""))],
+        [head(TELL, 0, 1, 1) + packed(*body(number=1))],
+    ],
+    "array": [[tell(1, Tensor(1, np.zeros(50_000, np.uint8)))[0], b"too short"]],
+    "frames": [
+        [*tell(1, Note(1)), b"more"],
+        tell(1, Tensor(1, np.zeros(50_000, np.uint8)))[:1],
+        [*tell(1, Note(1)), *[b"x"] * 5000],
+    ],
+    "size": [[*tell(1, Note(1)), b"x" * 300_001], [head(TELL, 0, 1, 1) + b"x" * 200_000]],
+    "unhandled": [tell(1, Reply(1))],
+    "run": [[head(TELL, 0, 1, 1) + packed(*body(number=1, text=""), address=["other", *ADDRESS[1:]])]],
+    "lineage": [[head(TELL, 0, 1, 1) + packed(*body(number=1, text=""), address=["run", 9, *ADDRESS[2:]])]],
+}
+
+
+async def under_attack(sockets, attack) -> None:
+    """Run `attack(send)` against a mailbox that serves a well-behaved peer all the while; then check it served it."""
+    got = []
+
+    async def keep(message, sender):
+        if sender.name == "a":
+            got.append(message.number)
+
+    async def double(message, sender):
+        return Reply(2 * message.number)
+
+    a, b = mailbox("a", f"ipc://{sockets}/a"), mailbox("b", f"ipc://{sockets}/b", bounds=Bounds(limits=LIMITS))
+    b.on(Note, keep)
+    b.on(Tensor, keep)
+    b.on(Question, double)
+    async with opened(a, b):
+        raw = zmq.Context.instance().socket(zmq.DEALER)
+        raw.connect(b.endpoint)
+
+        async def talk():
+            for i in range(100):
+                await a.tell(b.endpoint, Note(i), 10.0)
+                assert await a.ask(b.endpoint, Question(i), 10.0) == Reply(2 * i)
+
+        def send(frames):
+            raw.send_multipart(frames, zmq.NOBLOCK)
+
+        talking = asyncio.create_task(talk())
+        try:
+            await attack(send, b)
+            await talking
+        finally:
+            raw.close(linger=0)
+        assert got == list(range(100)) and not b.failed.done()
+
+
+@pytest.mark.parametrize("reason", MALFORMED)
+def test_malformed_messages_are_refused_and_counted_by_reason(sockets, reason):
+    async def attack(send, b):
+        for i, frames in enumerate(MALFORMED[reason]):
+            send(frames)
+            await until(lambda n=i + 1: b.counters["refused"] == n)
+            assert b.counters[f"refused_{reason}"] == i + 1, frames[0][:60]
+
+    run(under_attack(sockets, attack))
+
+
+def test_replayed_reordered_and_far_ahead_tells_are_counted_and_not_delivered(sockets):
+    async def attack(send, b):
+        send(tell(1, Note(1), address=ADDRESS))
+        send(tell(1, Note(1), address=ADDRESS))
+        send(tell(2**63, Note(1), address=ADDRESS))
+        send(tell(3, Note(3), address=ADDRESS))
+        await until(lambda: b.counters["out_of_order"] == 2)
+        assert b.counters["duplicates"] == 1
+        send([head(SETTLED, 0, 2**64 - 1, 2**64 - 1) + packed(address=ADDRESS)])
+        send([head(PROBE, 0, 2**64 - 1, 5) + packed(-3, [None, "x", 2**60, -1], address=ADDRESS)])
+        send(tell(5, Note(5), base=2**64 - 1, address=ADDRESS))
+        await until(lambda: b.counters["duplicates"] == 2)
+
+    run(under_attack(sockets, attack))
+
+
+def test_a_sender_that_invents_names_cannot_fill_the_memory(sockets):
+    async def attack(send, b):
+        for i in range(6000):
+            address = ["run", 0, f"stranger-{i}", "x", 1, "ipc:///nowhere"]
+            send([head(TELL, 0, 1, 1) + packed(*msgpack.unpackb(encode(Note(i))[0]), address=address)])
+            if i % 100 == 0:
+                await asyncio.sleep(0)
+        await until(lambda: b.counters["received"] > 6000)
+        assert len(b._inlets) <= b.bounds.peers
+
+    run(under_attack(sockets, attack))
+
+
+@pytest.mark.parametrize("rounds", [2000, pytest.param(100_000, marks=pytest.mark.long)])
+def test_mutated_messages_crash_nothing(sockets, rounds):
+    draw = random.Random(7)
+    seeds = [
+        tell(1, Tensor(1, np.arange(20_000, dtype=np.int64))),
+        tell(1, Note(3, "text")),
+        [head(ASK, 0, 1, 1) + packed(*msgpack.unpackb(encode(Question(1))[0]))],
+        [head(PROBE, 0, 4, 1) + packed(1, [1, 2])],
+        [head(SETTLED, 0, 1, 2) + packed()],
+    ]
+
+    async def attack(send, b):
+        for i in range(rounds):
+            frames = [bytearray(f) for f in draw.choice(seeds)]
+            victim = frames[0] if draw.random() < 0.8 else draw.choice(frames)
+            for _ in range(draw.randint(1, 4)):
+                at = draw.randrange(len(victim))
+                victim[at : at + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
+                if not victim:
+                    break
+            if draw.random() < 0.1:
+                frames = [*frames[: draw.randint(1, len(frames))], bytearray(draw.randbytes(9))]
+            send([bytes(f) for f in frames])
+            if i % 50 == 0:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.2)
+        assert b.counters["refused"] > rounds / 20
+
+    run(under_attack(sockets, attack), seconds=200)
