@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax.megatron import exchange
 from relax.megatron.network import Network
 
 SHARD_BYTES = 4 << 30
@@ -34,14 +35,17 @@ def save_hf(network: Network, path: Path, *, shard_bytes: int = SHARD_BYTES) -> 
     """Writes weights, config and the source checkpoint's tokenizer to `path`, which appears when it is complete.
 
     Collective; rank 0 writes, to a directory beside, synced and renamed at the end. Tensors are gathered one at a time;
-    at most `shard_bytes` of them, or one tensor, are held at once. Raises FileExistsError when `path` exists.
+    at most `shard_bytes` of them, or one tensor, are held at once. Raises FileExistsError, on every rank, when `path`
+    exists.
     """
-    if dist.get_rank() != 0:
+    writer = dist.get_rank() == 0
+    told, _ = exchange.broadcast({"exists": path.exists()} if writer else None)
+    if told["exists"]:
+        raise FileExistsError(f"{path} exists; a model is exported to a new directory")
+    if not writer:
         for _ in network.state():
             pass
         return
-    if path.exists():
-        raise FileExistsError(f"{path} exists; a model is exported to a new directory")
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     aside.mkdir(parents=True)
     _write_weights(network.state(), aside, shard_bytes)

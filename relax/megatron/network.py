@@ -25,6 +25,7 @@ from relax.megatron.layers import context_positions
 from relax.megatron.logprobs import logprob_entropy
 
 Sums = dict[str, tuple[float, float]]
+_LOSS = ""  # the loss travels among the metrics, under a name that none of them has
 Pairs = dict[str, Tensor]  # (sum, count), float64 [2], still on the device
 # (current log-probs [B, T], entropy [B, T], fields of the micro-batch) -> (its share of the loss, metric sums)
 LossFunction = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, tuple[Any, Any]]]]
@@ -101,7 +102,7 @@ class Network:
             loss, sums = loss_fn(micro.pad(logp), micro.pad(entropy), micro.fields)
             # A loss that depends on no token (all masked) must still have a backward pass, on every rank alike.
             loss = loss.float() + 0.0 * logp.sum()
-            return loss, {"loss": _pair(loss, 1.0)} | {
+            return loss, {_LOSS: _pair(loss, 1.0)} | {
                 name: _pair(total, count) for name, (total, count) in sums.items()
             }
 
@@ -115,7 +116,7 @@ class Network:
         values = torch.stack(list(total.values())).tolist() if total else []
         local = {name: (value, count) for name, (value, count) in zip(total, values, strict=True)}
         reduced = exchange.sum_metrics(local, self._result_groups())
-        loss, _ = reduced.pop("loss", (0.0, 0.0))
+        loss, _ = reduced.pop(_LOSS)
         return loss, reduced
 
     def state(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:

@@ -7,9 +7,7 @@ import sys
 import pytest
 import torch
 
-from relax.config.options import Options
 from relax.megatron import cpu
-from tests.megatron import tiny
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA nothing is rewritten")
@@ -37,7 +35,3 @@ def test_importing_megatron_first_is_an_error_that_says_what_to_do():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "import relax.megatron first" in done.stderr
-
-
-def test_every_option_that_is_read_exists():
-    assert vars(tiny.options()).keys() <= Options.model_fields.keys()

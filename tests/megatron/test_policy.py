@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from relax.algorithms import registry
+from relax.algorithms.objective import Denominators, objective
 from relax.megatron import batches
 from relax.megatron.network import Network
 from relax.megatron.optimizer import NonFiniteGradientError
+from relax.megatron.parallel import GridError
 from relax.megatron.policy import Policy
 from tests.megatron import tiny
 
@@ -78,6 +81,34 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(size, tmp_path):
     assert metrics2["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients2[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_loss_and_gradients_of_an_algorithm_do_not_depend_on_micro_batches(name, per_token, tmp_path):
+    tiny.save(tmp_path)
+    batch = tiny.batch()
+    spec, results = registry.get(name), []
+    for size in (8, 3, 1):
+        options = tiny.options(micro_batch_size=size, calculate_per_token_loss=per_token, use_rollout_logprobs=True)
+        denominators = Denominators.of(batch["loss_mask"], batch["rewards"])
+
+        def loss_fn(current, entropy, fields, options=options, denominators=denominators):
+            result = objective(spec, options, current, entropy, fields, denominators)
+            return result.loss, result.metrics
+
+        policy = Policy(options, tmp_path)
+        loss, metrics = policy.network.backward(batch, 1.0, loss_fn)
+        results.append((loss, metrics, dict(policy.network.state(gradients=True))))
+    loss, metrics, gradients = results[0]
+    assert metrics["train/loss"][0] / metrics["train/loss"][1] == pytest.approx(loss, abs=1e-6)
+    for other, other_metrics, other_gradients in results[1:]:
+        assert other == pytest.approx(loss, abs=1e-6)
+        assert other_metrics.keys() == metrics.keys()
+        for metric, pair in metrics.items():
+            assert other_metrics[metric] == pytest.approx(pair, abs=1e-4, rel=1e-5), metric
+        for tensor, gradient in gradients.items():
+            torch.testing.assert_close(other_gradients[tensor], gradient, atol=1e-6, rtol=1e-3)
 
 
 def test_a_network_that_is_not_trained_gives_the_same_logprobs_and_holds_no_gradients(tmp_path):
@@ -206,3 +237,19 @@ def test_bfloat16_trains_and_exports_bfloat16(tmp_path):
 def test_total_steps_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="total_steps is 0"):
         Policy(tiny.options(), tmp_path, total_steps=0)
+
+
+def test_a_process_can_leave_its_grid_and_join_another(tmp_path):
+    tiny.save(tmp_path)
+    batch = tiny.batch()
+    first = Policy(tiny.options(), tmp_path)
+    expected = first.logprobs(batch)
+    first.close()
+    assert np.array_equal(Policy(tiny.options(), tmp_path).logprobs(batch), expected)
+
+
+def test_a_grid_larger_than_the_processes_is_refused(tmp_path):
+    tiny.save(tmp_path)
+    Policy(tiny.options(), tmp_path).close()
+    with pytest.raises(GridError, match="= 2 processes hold one model, which does not divide the 1 processes started"):
+        Policy(tiny.options(tensor_parallel_size=2), tmp_path)

@@ -36,10 +36,8 @@ def test_no_planned_step_has_rate_zero_and_no_length_of_a_phase_breaks(style, wa
 
 
 def test_given_decay_steps_go_before_the_length_of_the_run():
-    options = tiny.options(lr_decay_style="linear", lr=1.0, lr_decay_steps=10)
-    assert Schedule.from_options(options, 100).decay == 10
-    options.lr_decay_steps = None
-    assert Schedule.from_options(options, 100).decay == 100
+    assert Schedule.from_options(tiny.options(lr_decay_style="linear", lr_decay_steps=10), 100).decay == 10
+    assert Schedule.from_options(tiny.options(lr_decay_style="linear"), 100).decay == 100
 
 
 @pytest.mark.parametrize(

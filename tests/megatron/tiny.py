@@ -1,12 +1,13 @@
 """Tiny Hugging Face checkpoints, options and random batches for the tests of relax.megatron, also inside torchrun."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from relax.config.options import Options
 
 _SIZE = {
     "hidden_size": 64,
@@ -64,32 +65,9 @@ def save(path: Path, kind: str = "qwen3", seed: int = 0, **changes: Any) -> PreT
     return model
 
 
-def options(**changes: Any) -> SimpleNamespace:
-    """The options that relax.megatron reads, with small values."""
-    values: dict[str, Any] = {
-        "seed": 1234,
-        "train_dtype": "float32",
-        "micro_batch_size": 4,
-        "rollout_temperature": 1.0,
-        "lr": 1e-3,
-        "min_lr": 0.0,
-        "lr_decay_style": "constant",
-        "lr_warmup_steps": 0,
-        "lr_decay_steps": None,
-        "weight_decay": 0.01,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.95,
-        "adam_eps": 1e-8,
-        "clip_grad": 1.0,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_parallel_size": 1,
-        "sequence_parallel": False,
-    }
-    unknown = changes.keys() - values.keys()
-    assert not unknown, unknown
-    return SimpleNamespace(**{**values, **changes})
+def options(**changes: Any) -> Options:
+    """The run's options, with rates and sizes for a tiny model."""
+    return Options(**{"micro_batch_size": 4, "lr": 1e-3, **changes})
 
 
 def batch(seed: int = 0, samples: int = 8, prompt: int = 9, response: int = 12) -> dict[str, np.ndarray]:
