@@ -22,9 +22,11 @@ from relax.launch.sweep import sweep
 
 POLL_SECONDS = 0.1
 # After the controller's success, how long the others may take to end by themselves.
-LINGER_SECONDS = 5.0
-# From SIGTERM to SIGKILL. With the rounds of the sweep after it, a stop ends within 10 s.
-STOP_SECONDS = 6.0
+LINGER_SECONDS = 4.0
+# From the end of the run (success, failure, signal) to SIGKILL. With the rounds of the sweep, all is over in 10 s.
+END_SECONDS = 6.5
+# However late it is, a service has this long from SIGTERM to SIGKILL.
+LEAST_STOP_SECONDS = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -77,6 +79,7 @@ class Supervisor:
         self.children: list[Child] = []
         self._signal: signal.Signals | None = None
         self._signals = 0
+        self._ended: float | None = None
 
     def run(self) -> Outcome:
         """Runs everything to its end and clears up. Must be called from the main thread.
@@ -92,7 +95,7 @@ class Supervisor:
                         self._start(plan, guard)
                     outcome = self._watch()
                 finally:
-                    self._stop()
+                    self._stop(self._ended or time.monotonic())
         finally:
             self.run_dir.leave()
             guard.dismiss()
@@ -134,7 +137,8 @@ class Supervisor:
 
     def _linger(self) -> Outcome:
         """The work is done; what ends now with an error still makes the run a failure."""
-        end = time.monotonic() + LINGER_SECONDS
+        self._ended = time.monotonic()
+        end = self._ended + LINGER_SECONDS
         while time.monotonic() < end and self._signal is None:
             self._poll()
             if failed := self._failed():
@@ -163,7 +167,7 @@ class Supervisor:
         now = datetime.now(UTC)
         return [c for c in self.children if c.ended_at and (now - c.ended_at).total_seconds() > self.peer_timeout]
 
-    def _stop(self) -> None:
+    def _stop(self, ended: float) -> None:
         """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.
 
         Another signal (a second Ctrl-C) ends the wait.
@@ -171,7 +175,7 @@ class Supervisor:
         for child in self.children:
             if child.process.poll() is None:
                 child.process.terminate()
-        end = time.monotonic() + STOP_SECONDS
+        end = max(ended + END_SECONDS, time.monotonic() + LEAST_STOP_SECONDS)
         seen = self._signals
         while time.monotonic() < end and self._signals == seen:
             self._poll()

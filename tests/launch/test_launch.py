@@ -1,0 +1,292 @@
+"""relax-launch with real processes: how a run ends, what is said last, and that nothing is left behind."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from relax.launch.rundir import RunDir
+from relax.launch.sweep import processes_of, sweep
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# Bounds a wait that ends early when all is well; generous, for machines that are busy.
+PATIENCE = 60.0
+ROLES = ("controller", "rollout", "reward", "advantages", "actor")
+
+
+COUNT = itertools.count()
+
+
+def all_done(*but: str) -> dict[str, str]:
+    """Scripts of services that end by themselves."""
+    return {
+        name: "exit=0" for name in ("controller", "rollout_0", "reward_0", "advantages", "actor") if name not in but
+    }
+
+
+def commands() -> Iterator[tuple[int, list[str]]]:
+    """(pid, command line) of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry.name), (entry / "cmdline").read_text().rstrip("\0").split("\0")
+
+
+class Launch:
+    """One launcher process over a topology in a directory of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+        self.services: dict[str, Any] = {role: {} for role in ROLES}
+        self.top: dict[str, Any] = {}
+        self.seconds = f"600.{next(COUNT):03d}{os.getpid()}"
+
+    def start(self, *flags: str, **scripts: str) -> "Launch":
+        topology = self.folder / "topology.yaml"
+        options = {
+            "hf_checkpoint": str(ROOT / "topologies" / "tiny"),
+            "prompt_data": "reasoning_gym:spell_backward",
+            "rm_type": "reasoning_gym",
+            "num_rollout": 3,
+            "rollout_batch_size": 4,
+            "rollout_max_prompt_len": 256,
+            "rollout_max_response_len": 16,
+        }
+        document = {"run": {"directory": str(self.folder / "runs"), "name": "t"}, "services": self.services, **self.top}
+        topology.write_text(yaml.safe_dump({**document, "options": {**options, **self.top.get("options", {})}}))
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "fake_launch.py"), str(topology), *flags],
+            env={
+                **os.environ,
+                "FAKE_SECONDS": self.seconds,
+                **{f"FAKE_{name.upper()}": script for name, script in scripts.items()},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def end(self) -> tuple[int, str, str]:
+        assert self.process is not None
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out, err
+
+    def send(self, kind: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(kind)
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir.load(self.folder / "runs" / "t-1")
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, f"waited {PATIENCE} s for {what}"
+            time.sleep(0.05)
+
+    def wait_until_all_run(self) -> None:
+        logs = self.folder / "runs" / "t-1" / "logs"
+        self.wait_for(lambda: len(list(logs.glob("*.jsonl"))) == len(ROLES), "all services")
+
+    def sleepers(self) -> list[int]:
+        """The children that this run's services left behind, whatever became of their parents and environment."""
+        return [pid for pid, command in commands() if command == ["sleep", self.seconds]]
+
+    def nothing_is_left(self) -> bool:
+        run = self.run
+        return not (processes_of(run.run_id) or run.runtime_dir.exists() or run.shm_dir.exists() or self.sleepers())
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    made = Launch(tmp_path)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate()
+    for record in tmp_path.glob("runs/*/runtime.json"):
+        sweep(json.loads(record.read_text())["run_id"])
+        RunDir.load(record.parent).leave()
+
+
+def test_a_run_ends_by_itself_and_says_where_everything_is(launch: Launch) -> None:
+    code, out, err = launch.start(controller="rows=3 sleep=0.5 exit=0", **all_done("controller")).end()
+    assert code == 0, err
+    run = launch.run
+    assert f"run directory: {run.path}" in out and str(run.metrics) in out and "relax-logs" in out
+    lines = [line for line in out.splitlines() if line.startswith("batch")]
+    assert [line.split("  ")[0] for line in lines] == ["batch 1/3", "batch 2/3", "batch 3/3"]
+    assert all(f"  {word}" in lines[-1] for word in ("reward 0.250", "length 7.5", "loss 0.1250", "staleness 1"))
+    assert "tokens/s 1,234" in lines[-1] and "left" in lines[-1]
+    assert launch.nothing_is_left()
+    values = yaml.safe_load(run.config.read_text())
+    assert values["rollout_batch_size"] == 4 and yaml.safe_load(run.topology.read_text())["run"]["name"] == "t"
+
+
+def test_services_that_outlive_the_end_are_ended_without_blame(launch: Launch) -> None:
+    code, _, err = launch.start(controller="exit=0", rollout_0="stubborn bare away sleep=600").end()
+    assert code == 0 and err.count("warning") == len(err.splitlines())
+    assert launch.nothing_is_left()
+
+
+def test_a_service_that_dies_ends_the_run_and_its_error_is_printed_last(launch: Launch) -> None:
+    code, _, err = launch.start(
+        rollout_0="log=engine_lost sleep=0.3 exit=3", controller="sleep=1 log=rollout_is_gone sleep=600"
+    ).end()
+    assert code == 1
+    assert "failed: rollout-0 ended with exit code 3" in err
+    assert "first error of the run: rollout-0" in err
+    assert err.rstrip().splitlines()[-1].strip() == "engine_lost  batch=3"
+    assert launch.nothing_is_left()
+
+
+def test_the_earliest_error_is_printed_even_when_another_service_died_of_it(launch: Launch) -> None:
+    code, _, err = launch.start(
+        actor="log=disk_full sleep=600", reward_0="sleep=0.5 log=no_answer_from_actor exit=1"
+    ).end()
+    assert code == 1 and "failed: reward-0" in err
+    assert err.rstrip().splitlines()[-1].strip() == "disk_full  batch=3"
+
+
+def test_a_service_that_dies_without_a_log_is_known_by_its_output(launch: Launch) -> None:
+    code, _, err = launch.start(advantages="say=no_module_named_x exit=1").end()
+    assert code == 1 and "failed: advantages ended with exit code 1" in err
+    assert err.rstrip().splitlines()[-1].strip() == "no_module_named_x"
+
+
+def test_a_service_killed_by_a_signal_is_named_with_it(launch: Launch) -> None:
+    launch.start()
+    launch.wait_until_all_run()
+    victim = next(p for p in processes_of(launch.run.run_id) if "reward-0" in p.command)
+    os.kill(victim.pid, signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code == 1 and "reward-0 was killed by SIGKILL" in err
+    assert launch.nothing_is_left()
+
+
+def test_a_service_that_ends_early_ends_the_run_after_the_peer_timeout(launch: Launch) -> None:
+    code, _, err = launch.start("--peer-timeout", "0.5", actor="exit=0").end()
+    assert code == 1 and "actor ended 0.5 s ago" in err
+    assert launch.nothing_is_left()
+
+
+def test_a_failure_after_the_controllers_success_is_a_failure(launch: Launch) -> None:
+    code, _, err = launch.start(controller="exit=0", actor="sleep=1 exit=4", **all_done("controller", "actor")).end()
+    assert code == 1 and "actor ended with exit code 4" in err
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda value: str(value)
+)
+def test_a_signal_stops_the_run_cleanly(launch: Launch, kind: signal.Signals, code: int) -> None:
+    launch.start(reward_0="bare away sleep=600")
+    launch.wait_until_all_run()
+    launch.send(kind)
+    assert launch.end()[0] == code
+    assert launch.nothing_is_left()
+
+
+def test_ctrl_c_ends_services_that_ignore_it(launch: Launch) -> None:
+    launch.start(actor="stubborn bare away sleep=600")
+    launch.wait_until_all_run()
+    launch.send(signal.SIGINT)
+    time.sleep(0.5)  # two that arrive together are one
+    launch.send(signal.SIGINT)
+    assert launch.end()[0] == 130
+    assert launch.nothing_is_left()
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(launch: Launch) -> None:
+    launch.start(actor="stubborn bare away sleep=600", rollout_0="bare away sleep=600")
+    launch.wait_until_all_run()
+    launch.wait_for(lambda: len(launch.sleepers()) == 4, "the services' children")
+    assert launch.run.shm_dir.is_dir()
+    launch.send(signal.SIGKILL)
+    launch.wait_for(launch.nothing_is_left, "the guard")
+
+
+def test_services_get_their_environment_cores_and_flags(launch: Launch) -> None:
+    core = min(os.sched_getaffinity(0))
+    launch.services["reward"] = {"cores": [core], "threads": 2, "devices": [5]}
+    launch.start(
+        "--seed",
+        "7",
+        "--no-rm-exact",
+        reward_0="tell exit=0",
+        controller="tell sleep=2 exit=0",
+        **all_done("controller", "reward_0"),
+    ).end()
+    told = {name: json.loads((launch.run.path / f"{name}.told").read_text()) for name in ("reward-0", "controller")}
+    reward = told["reward-0"]
+    assert reward["cores"] == [core] and set(told["controller"]["cores"]) == os.sched_getaffinity(0)
+    assert reward["environment"]["OMP_NUM_THREADS"] == "2" and reward["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
+    assert reward["environment"]["RELAX_RUN_ID"] == launch.run.run_id
+    assert reward["flags"] == ["--seed=7", "--no-rm-exact"] and reward["leads_session"]
+
+
+def test_a_node_without_a_controller_ends_with_its_services(launch: Launch) -> None:
+    nodes = {name: {"address": f"10.0.0.{n}"} for n, name in enumerate(("left", "right"))}
+    launch.services = {role: {"node": "right" if role == "rollout" else "left"} for role in ROLES}
+    launch.services["rollout"]["replicas"] = 2
+    launch.top = {"nodes": nodes, "controller": "tcp://10.0.0.0:5755", "options": {"insecure": True}}
+    code, out, err = launch.start("--node", "right", rollout_0="exit=0", rollout_1="sleep=0.3 exit=0").end()
+    assert code == 0, err
+    assert "services: rollout-0, rollout-1" in out and launch.nothing_is_left()
+
+
+def test_two_runs_on_one_host_do_not_disturb_each_other(launch: Launch, tmp_path: Path) -> None:
+    launch.start()
+    launch.wait_until_all_run()
+    other = Launch(tmp_path)
+    assert other.start(controller="exit=0", **all_done("controller")).end()[0] == 0
+    assert (tmp_path / "runs" / "t-2").is_dir()
+    assert len(processes_of(launch.run.run_id)) == len(ROLES)
+    launch.send(signal.SIGINT)
+    assert launch.end()[0] == 130
+
+
+def test_a_dry_run_shows_options_and_plan_and_starts_nothing(launch: Launch) -> None:
+    code, out, _ = launch.start("--dry-run", "--seed", "7").end()
+    assert code == 0 and not (launch.folder / "runs").exists()
+    assert any(line.split() == ["--seed", "7", "flag"] for line in out.splitlines())
+    assert "rollout-0" in out and "engine vllm" in out and "Nothing was started" in out
+
+
+@pytest.mark.parametrize("dry", [["--dry-run"], []])
+def test_a_refused_run_starts_nothing_and_ends_with_2(launch: Launch, dry: list[str]) -> None:
+    launch.services["rolloutt"] = {}
+    code, out, err = launch.start(*dry, "--global-batch-sise", "3", "--max-staleness", "1", "--node", "x").end()
+    assert code == 2 and out == "" and not (launch.folder / "runs").exists()
+    assert "refused, for 4 reasons" in err
+    for words in (
+        "services.rolloutt",
+        "--global-batch-sise",
+        "Did you mean --global-batch-size?",
+        "--use-tis",
+        "--node",
+    ):
+        assert words in err
+
+
+@pytest.mark.parametrize("remains", ["ledger.sqlite", "metrics.jsonl"])
+def test_a_directory_of_an_earlier_run_is_refused(launch: Launch, tmp_path: Path, remains: str) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / remains).touch()
+    for dry in (["--dry-run"], []):
+        code, _, err = launch.start("--run-dir", str(tmp_path / "old"), *dry).end()
+        assert code == 2 and f"it holds the {remains} of an earlier run" in err
+    assert [entry.name for entry in (tmp_path / "old").iterdir()] == [remains]
