@@ -272,7 +272,7 @@ class Gate:
     def commit(self) -> Batch | Blocked:
         """Names the members of the next batch, or what it waits for."""
         if not self.can_commit():
-            return self._blocked()
+            return self.blocked()
         members = {group: self._open[group] for group in sorted(self._choose(self._next_size()))}
         oldest = tuple((r.deadline or 0) - self.max_staleness for r in members.values())
         for group, record in members.items():
@@ -379,7 +379,8 @@ class Gate:
     def _missing(self) -> int:
         return max(0, self._next_size() - self._ready_total)
 
-    def _blocked(self) -> Blocked:
+    def blocked(self) -> Blocked:
+        """What the next commit waits for; meaningful where `can_commit` is false."""
         if self._ahead is not None:
             return Blocked(self._next, Wait.UNSTARTED)
         if self.finished:

@@ -117,14 +117,13 @@ class Score:
     payload: Payload  # arrays of SampledGroup (relax/services/rollout.py)
 
 
-# reward -> advantages, when every sample has its reward. `reward` is float64 [samples]; `scored` uint8 [samples] is 0
-# where the reward function abstained.
+# reward -> advantages, when every sample has its reward. `rewards` is float64 [samples], NaN where the reward function
+# abstained (a function that returns NaN is an error and never gets here).
 @message
 class Scored:
     order: GroupOrder
     payload: Payload
     rewards: np.ndarray
-    scored: np.ndarray
 
 
 # reward -> controller, with Scored.
@@ -139,6 +138,14 @@ class Ready:
     lease: Lease
     oldest_version: int
     tokens: int
+
+
+# advantages -> controller: a filter does not want this group. It is dropped and counted, its slot goes to another
+# prompt.
+@message
+class Filtered:
+    lease: Lease
+    reason: str
 
 
 # rollout | reward | advantages -> controller: this draw cannot be used. The controller counts it and draws again with
@@ -193,7 +200,6 @@ class Started:
 class Trained:
     batch: int
     metrics: dict[str, tuple[str, float, float]]
-    samples: int
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -219,6 +225,20 @@ class Announce:
 class Serving:
     version: int
     capacity: int
+
+
+# a node's weight agent -> actor (or an agent that has the version), for each chunk its node lacks. Reply: Chunk.
+@message
+class FetchChunk:
+    version: int
+    digest: str
+
+
+# actor or agent -> agent, reply to FetchChunk. `data` is uint8 [bytes of the chunk], empty when no stored version has
+# that chunk.
+@message
+class Chunk:
+    data: np.ndarray
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

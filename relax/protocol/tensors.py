@@ -15,7 +15,7 @@ FINISH_LENGTH = 1  # the engine reports the length limit: a truncated response
 Arrays = dict[str, np.ndarray]
 
 
-class BadTensors(ValueError):
+class TensorError(ValueError):
     """A bundle of arrays that contradicts itself; the text names the bundle, the field and what was seen."""
 
 
@@ -38,7 +38,7 @@ class SampledGroup:
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, where: str) -> "SampledGroup":
-        """Raises BadTensors, naming `where`, when lengths disagree or a log-prob is not finite."""
+        """Raises TensorError, naming `where`, when lengths disagree or a log-prob is not finite."""
         group = cls(**_take(cls, arrays, where))
         tokens = int(group.response_lens.sum())
         _same(where, "response_tokens", len(group.response_tokens), tokens)
@@ -47,7 +47,7 @@ class SampledGroup:
         _runs(where, group.runs, group.response_lens)
         if not np.isfinite(group.behaviour_logprobs).all():
             bad = int(np.flatnonzero(~np.isfinite(group.behaviour_logprobs))[0])
-            raise BadTensors(f"{where}: behaviour_logprobs[{bad}] is {group.behaviour_logprobs[bad]}, not a number")
+            raise TensorError(f"{where}: behaviour_logprobs[{bad}] is {group.behaviour_logprobs[bad]}, not a number")
         return group
 
     @property
@@ -83,7 +83,7 @@ class TrainTensors:
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, where: str) -> "TrainTensors":
-        """Raises BadTensors, naming `where`, when the lengths of the parts disagree."""
+        """Raises TensorError, naming `where`, when the lengths of the parts disagree."""
         batch = cls(**_take(cls, arrays, where))
         samples, tokens = len(batch.response_lens), int(batch.response_lens.sum())
         for name in ("prompt_lens", "rewards", "group_ids"):
@@ -117,30 +117,30 @@ def _arrays(bundle: Any) -> Arrays:
 def _take(cls: Any, arrays: Arrays, where: str) -> Arrays:
     names = [f.name for f in fields(cls)]
     if missing := [n for n in names if n not in arrays]:
-        raise BadTensors(f"{where}: {cls.__name__} lacks {', '.join(missing)}")
+        raise TensorError(f"{where}: {cls.__name__} lacks {', '.join(missing)}")
     if unknown := [n for n in arrays if n not in names]:
-        raise BadTensors(f"{where}: {cls.__name__} does not know {', '.join(unknown)}")
+        raise TensorError(f"{where}: {cls.__name__} does not know {', '.join(unknown)}")
     for name in names:
         dtype, dims = _DTYPES[name]
         if arrays[name].dtype != dtype or arrays[name].ndim != dims:
             seen = f"{arrays[name].dtype} with {arrays[name].ndim} dimensions"
-            raise BadTensors(f"{where}: {name} must be {np.dtype(dtype)} with {dims} dimensions, it is {seen}")
+            raise TensorError(f"{where}: {name} must be {np.dtype(dtype)} with {dims} dimensions, it is {seen}")
     return {n: arrays[n] for n in names}
 
 
 def _same(where: str, name: str, seen: int, expected: int) -> None:
     if seen != expected:
-        raise BadTensors(f"{where}: {name} has {seen} entries, the lengths say {expected}")
+        raise TensorError(f"{where}: {name} has {seen} entries, the lengths say {expected}")
 
 
 def _runs(where: str, runs: np.ndarray, lens: np.ndarray) -> None:
     if runs.shape[1:] != (3,):
-        raise BadTensors(f"{where}: runs must be [R, 3] (sample, version, tokens), it is {list(runs.shape)}")
+        raise TensorError(f"{where}: runs must be [R, 3] (sample, version, tokens), it is {list(runs.shape)}")
     if len(runs) and (runs[:, 0].min() < 0 or runs[:, 0].max() >= len(lens)):
-        raise BadTensors(f"{where}: runs name sample {int(runs[:, 0].max())} of {len(lens)}")
+        raise TensorError(f"{where}: runs name sample {int(runs[:, 0].max())} of {len(lens)}")
     covered = np.bincount(runs[:, 0], weights=runs[:, 2], minlength=len(lens)).astype(np.int64)
     if not np.array_equal(covered, lens):
         bad = int(np.flatnonzero(covered != lens)[0])
-        raise BadTensors(f"{where}: the runs of sample {bad} cover {covered[bad]} tokens of {lens[bad]}")
+        raise TensorError(f"{where}: the runs of sample {bad} cover {covered[bad]} tokens of {lens[bad]}")
     if len(lens) and not np.isin(np.arange(len(lens)), runs[:, 0]).all():
-        raise BadTensors(f"{where}: a sample has no version run")
+        raise TensorError(f"{where}: a sample has no version run")

@@ -1,0 +1,98 @@
+"""bin/relax-service: one service in the foreground.
+
+    relax-service ROLE --topology FILE --name NAME [--run-dir DIR | --controller ENDPOINT] [options]
+
+The launcher starts every service this way, so a service started by hand is the same process.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from relax.config.resolve import Resolved, load
+from relax.config.topology import Service as Entry
+from relax.config.violation import ConfigError, Violation
+
+# role -> module and class of its service; imported only by the process that is it.
+SERVICES = {
+    "controller": "relax.services.controller:Controller",
+    "rollout": "relax.services.rollout:Rollout",
+    "reward": "relax.services.reward:Reward",
+    "advantages": "relax.services.advantages:Advantages",
+    "actor": "relax.services.actor:Actor",
+}
+# torchrun starts this module again for each rank.
+RANKED = frozenset({"actor"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="relax-service", description="One service of a run, in the foreground.")
+    parser.add_argument("role", choices=SERVICES)
+    parser.add_argument("--topology", type=Path, required=True, help="the topology file of the run")
+    parser.add_argument("--name", help="which service of the topology (default: the only one of its role)")
+    known, flags = parser.parse_known_args(arguments)
+    try:
+        resolved = load(flags, known.topology)
+        entry = _entry(resolved, known.role, known.name)
+        if known.role in RANKED and "RANK" not in os.environ:
+            _become_torchrun(resolved, entry, arguments)
+        return run(resolved, entry)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(resolved: Resolved, entry: Entry) -> int:
+    """Take part in the run as `entry` and return the exit code of the service."""
+    os.environ["OMP_NUM_THREADS"] = str(entry.threads)
+    if entry.cores:
+        os.sched_setaffinity(0, entry.cores)
+    from relax.logs.setup import configure
+    from relax.services.join import join_run
+
+    context = join_run(resolved, entry)
+    rank = int(os.environ.get("RANK", "0"))
+    name = entry.name if rank == 0 else f"{entry.name}.rank{rank}"
+    configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
+    module, _, cls = SERVICES[entry.role].partition(":")
+    if rank > 0:
+        from relax.services.trainer import follow_run
+
+        return follow_run(context)
+    service: Any = getattr(import_module(module), cls)
+    return service.start(context)
+
+
+def _entry(resolved: Resolved, role: str, name: str | None) -> Entry:
+    topology = resolved.topology
+    assert topology is not None
+    of_role = topology.role(role)
+    if name is None and len(of_role) == 1:
+        return of_role[0]
+    entry = topology.service(name or "")
+    if entry is None or entry.role != role:
+        names = ", ".join(e.name for e in of_role) or "none"
+        raise ConfigError(
+            [Violation("--name", name, f"is no {role} service of {topology.path}", f"Its {role} services: {names}.")]
+        )
+    return entry
+
+
+def _become_torchrun(resolved: Resolved, entry: Entry, arguments: list[str]) -> None:
+    o = resolved.options
+    ranks = entry.ranks or o.tensor_parallel_size * o.pipeline_parallel_size * o.context_parallel_size
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
+    # Port 0: the rendezvous takes a free port and keeps it; nothing is probed first.
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", f"relax-{os.getpid()}"]
+    command += ["--max-restarts", "0", "-m", "relax.services.cli", *arguments]
+    os.environ.setdefault("OMP_NUM_THREADS", str(entry.threads))
+    os.execv(sys.executable, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Who is in the run: members, when they were last heard, and what they count.
+
+No clock and no message inside: the controller says what time it is and tells the others what changed.
+"""
+
+import json
+from dataclasses import dataclass, field
+
+from relax.protocol.messages import Member, Register
+
+# A run cannot move without one of each.
+NEEDED = ("rollout", "reward", "advantages", "actor")
+
+
+class RegistrationError(Exception):
+    """A service that cannot join this run; the text says why and what to change."""
+
+
+@dataclass(slots=True)
+class Entry:
+    member: Member
+    node: str
+    heard: float  # monotonic seconds
+    activity: str = "registering"
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+class Registry:
+    def __init__(self, options: dict[str, str]) -> None:
+        self._options = options
+        self.entries: dict[str, Entry] = {}
+
+    def register(self, message: Register, now: float) -> Entry:
+        """Add or replace a member. Raises RegistrationError when its options are not the run's."""
+        name = message.member.name
+        differing = sorted(
+            key
+            for key in self._options.keys() | message.options.keys()
+            if self._options.get(key) != message.options.get(key)
+        )
+        if differing:
+            told = "; ".join(
+                f"{key}: {_value(message.options.get(key))} there, {_value(self._options.get(key))} in the run"
+                for key in differing
+            )
+            raise RegistrationError(
+                f"{name} was started with other options than the controller ({told}). "
+                "Start every service with the same topology file and flags."
+            )
+        held = self.entries.get(name)
+        if held is not None and held.member.role != message.member.role:
+            raise RegistrationError(
+                f"{name} is a {held.member.role} in this run already, it cannot be a {message.member.role} too"
+            )
+        entry = Entry(message.member, message.node, now)
+        self.entries[name] = entry
+        return entry
+
+    def beat(self, name: str, incarnation: str, activity: str, counters: dict[str, float], now: float) -> bool:
+        """Note a heartbeat. False when that incarnation is not a member (any more)."""
+        entry = self.entries.get(name)
+        if entry is None or entry.member.incarnation != incarnation:
+            return False
+        entry.heard, entry.activity, entry.counters = now, activity, counters
+        return True
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(entry.member for entry in self.entries.values())
+
+    def of_role(self, role: str) -> list[Entry]:
+        return sorted((e for e in self.entries.values() if e.member.role == role), key=lambda e: e.member.name)
+
+    def missing(self) -> list[str]:
+        """Roles without which the run cannot move and that nobody has taken yet."""
+        return [role for role in NEEDED if not self.of_role(role)]
+
+    def silent(self, now: float, timeout: float) -> Entry | None:
+        """The member that has been silent longest, if it is past `timeout` seconds."""
+        quiet = [e for e in self.entries.values() if now - e.heard > timeout]
+        return min(quiet, key=lambda e: e.heard, default=None)
+
+
+def _value(text: str | None) -> str:
+    return "not set" if text is None else str(json.loads(text))

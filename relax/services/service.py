@@ -1,0 +1,276 @@
+"""What every service process is: a mailbox, a membership, a heartbeat, and one way to end.
+
+A subclass says what it receives (`handlers`), what it does before it can (`prepare`) and what it lets go (`release`).
+Everything else, from the first `Register` to the exit code, is here and the same for all.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import structlog
+import uvloop
+
+from relax.config.options import Options
+from relax.launch.process import die_with_parent
+from relax.launch.rundir import PER_SERVICE, RunDir
+from relax.launch.sweep import MARK
+from relax.protocol.core import Bounds
+from relax.protocol.errors import PeerForgotten, ProtocolError
+from relax.protocol.mailbox import Mailbox
+from relax.protocol.messages import (
+    Heartbeat,
+    HeartbeatReceived,
+    Member,
+    Members,
+    Register,
+    Registered,
+    Shutdown,
+)
+from relax.protocol.security import Security
+
+HEARTBEAT_SECONDS = 0.5
+# How long a service may take to let go of what it holds once it was told to end.
+RELEASE_SECONDS = 8.0
+
+
+class ServiceError(Exception):
+    """The end of a service for a reason its user can act on; printed without a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a service process is told at start."""
+
+    name: str
+    options: Options
+    run: RunDir
+    node: str
+    controller: str  # the controller's endpoint
+    host: str | None  # the address that other hosts reach this node by; None when the run stays on one host
+
+
+class Service:
+    """One service process. `main` returns its exit code."""
+
+    role: ClassVar[str]
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.name = context.name
+        self.options = context.options
+        self.run = context.run
+        self.lineage = 0
+        self.incarnation = secrets.token_hex(4)
+        self.log = structlog.get_logger().bind(run=context.run.run_id)
+        self.members: dict[str, Member] = {}
+        self.counters: dict[str, float] = defaultdict(float)  # they only grow, and travel with every heartbeat
+        self.activity = "starting"
+        self.clean = False  # told to end, not failed: `release` may say goodbye to others
+        self.num_batches: int | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._members_changed = asyncio.Event()
+        self._ended: asyncio.Future[int]
+
+    # --- what a subclass fills in ------------------------------------------------------------------------------------
+
+    def handlers(self) -> dict[type, Any]:
+        """Message class -> async handler(message, sender)."""
+        raise NotImplementedError
+
+    async def prepare(self) -> None:
+        """Load what the service needs. It is a member already and its messages wait in the mailbox."""
+
+    async def release(self) -> None:
+        """Let go of engines, pools and threads. Runs once, bounded, however the service ends."""
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def start(cls, context: Context) -> int:
+        """Run the service to its end in this process and return the exit code."""
+        if MARK in os.environ:
+            die_with_parent(signal.SIGTERM)
+        return uvloop.run(cls(context).main())
+
+    async def main(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        self.mailbox = Mailbox(
+            self.name,
+            run_id=self.run.run_id,
+            lineage=self.lineage,
+            incarnation=self.incarnation,
+            bind=self.bind(),
+            bounds=Bounds(peer_timeout=self.options.peer_timeout),
+            security=Security(insecure=self.options.insecure),
+        )
+        code = 1
+        try:
+            await self.mailbox.start()
+            self.mailbox.on(Members, self._on_members)
+            self.mailbox.on(Shutdown, self._on_shutdown)
+            self._watch(self.mailbox.failed)
+            for message, handler in self.handlers().items():
+                self.mailbox.on(message, handler)
+            self.spawn(self._live(), "life")
+            code = await self._ended
+        except (ProtocolError, ServiceError, OSError) as error:
+            self.log.error("service_failed", error=str(error))
+        finally:
+            await self._close(clean=code == 0)
+        return code
+
+    async def _live(self) -> None:
+        await self.join()
+        await self.prepare()
+        self.log.info("service_ready", endpoint=self.mailbox.endpoint)
+
+    async def join(self) -> None:
+        """Become a member: find the controller, register until it answers, then beat."""
+        me = Register(
+            member=Member(self.name, self.role, self.mailbox.endpoint, self.incarnation),
+            node=self.context.node,
+            pid=os.getpid(),
+            options=shared_options(self.options),
+        )
+        self.activity = "registering"
+        reply = await self.mailbox.ask(self.context.controller, me, deadline=self.options.startup_timeout)
+        assert isinstance(reply, Registered)
+        self.num_batches = reply.num_batches
+        self.learn(reply.members)
+        self.spawn(self._beat(), "heartbeat")
+
+    async def _beat(self) -> None:
+        while True:
+            beat = Heartbeat(self.name, self.incarnation, self.activity, dict(self.counters))
+            reply = await self.mailbox.ask(self.context.controller, beat, deadline=self.options.peer_timeout)
+            assert isinstance(reply, HeartbeatReceived)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _close(self, clean: bool) -> None:
+        self.activity, self.clean = "ending", clean
+        if clean:
+            await self._bounded(self.mailbox.close(deadline=RELEASE_SECONDS), "close")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._bounded(self.release(), "release")
+        self.mailbox.abort()
+        self.run.leave()
+
+    async def _bounded(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await asyncio.wait_for(work, RELEASE_SECONDS)
+        except (TimeoutError, ProtocolError) as error:
+            self.log.warning("ending_not_clean", what=what, error=str(error) or f"over {RELEASE_SECONDS} s")
+
+    # --- tools for subclasses ----------------------------------------------------------------------------------------
+
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Run `work` beside the mailbox; its exception ends the service, so no failure is nobody's."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._watch(task)
+        return task
+
+    def send(self, endpoint: str, message: Any) -> None:
+        """Tell without waiting for the acknowledgement; a peer silent past the peer timeout ends this service."""
+        self.spawn(self._tell(endpoint, message), f"tell {type(message).__name__}")
+
+    async def _tell(self, endpoint: str, message: Any) -> None:
+        # What was on its way to a member that has left is nobody's failure: the ledger knows what was not delivered.
+        with contextlib.suppress(PeerForgotten):
+            await self.mailbox.tell(endpoint, message, deadline=self.options.peer_timeout)
+
+    def report(self, message: Any) -> None:
+        """Tell the controller."""
+        self.send(self.context.controller, message)
+
+    def of_role(self, role: str) -> list[Member]:
+        """Live members of a role, by name."""
+        return sorted((m for m in self.members.values() if m.role == role), key=lambda m: m.name)
+
+    async def member(self, role: str, key: int = 0) -> Member:
+        """The member of a role that serves `key`; waits for the first one to join, at most the startup timeout."""
+        deadline = time.monotonic() + self.options.startup_timeout
+        while not (live := self.of_role(role)):
+            try:
+                await asyncio.wait_for(self._members_changed.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                waited = self.options.startup_timeout
+                raise ServiceError(f"{self.name} waited {waited:g} s for a {role} service; none joined") from None
+        return live[key % len(live)]
+
+    @contextlib.contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Count the seconds spent inside as `wait/<reason>`."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.counters[f"wait/{reason}"] += time.monotonic() - start
+
+    def end(self, code: int = 0) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    def fail(self, error: BaseException) -> None:
+        """End the service with `error` as the reason. The first one wins."""
+        if not self._ended.done():
+            if isinstance(error, ServiceError | ProtocolError):
+                self.log.error("service_failed", error=str(error))
+            else:
+                self.log.error("service_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
+            self._ended.set_result(1)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def bind(self) -> str:
+        """Where the mailbox binds: a free port where others come over TCP, a socket of this life otherwise."""
+        if self.context.host is not None:
+            return f"tcp://{self.context.host}:0"
+        return self.run.endpoint(f"{self.name}-{self.incarnation}")
+
+    def _watch(self, future: asyncio.Future[Any]) -> None:
+        def done(finished: asyncio.Future[Any]) -> None:
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                self.fail(error)
+
+        future.add_done_callback(done)
+
+    def _signalled(self, number: int) -> None:
+        self.log.info("signalled", signal=signal.Signals(number).name)
+        self.end(128 + number)
+
+    def learn(self, members: tuple[Member, ...]) -> None:
+        gone = {m.endpoint for m in self.members.values()} - {m.endpoint for m in members}
+        for endpoint in gone:
+            self.mailbox.forget(endpoint)
+        self.members = {m.name: m for m in members}
+        changed, self._members_changed = self._members_changed, asyncio.Event()
+        changed.set()
+
+    async def _on_members(self, message: Members, sender: Any) -> None:
+        self.learn(message.members)
+
+    async def _on_shutdown(self, message: Shutdown, sender: Any) -> None:
+        self.log.info("shutdown", reason=message.reason)
+        self.end(0)
+
+
+def shared_options(options: Options) -> dict[str, str]:
+    """The options that every service of a run must agree on, as JSON values."""
+    values = options.model_dump(mode="json", exclude=set(PER_SERVICE))
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
