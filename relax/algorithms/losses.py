@@ -61,7 +61,7 @@ def cispo(
     """
     ratio = clamped_ratio(logp - old_logp).detach()
     weight = ratio.clamp(1 - eps_clip, 1 + _high(eps_clip, eps_clip_high))
-    return TokenLoss(-weight * A.detach() * logp, (weight != ratio).to(logp.dtype))
+    return TokenLoss(weight * -A.detach() * logp, (weight != ratio).to(logp.dtype))
 
 
 def sapo(logp: Tensor, old_logp: Tensor, A: Tensor, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
@@ -70,8 +70,10 @@ def sapo(logp: Tensor, old_logp: Tensor, A: Tensor, tau_pos: float = 1.0, tau_ne
     At r = 1 the gradient is -A whatever tau is. Nothing is clipped.
     """
     ratio = clamped_ratio(logp - old_logp)
-    tau = torch.where(A > 0, torch.full_like(ratio, tau_pos), torch.full_like(ratio, tau_neg))
-    loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * A
+    positive = A > 0
+    tau = torch.where(positive, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
+    weight = torch.where(positive, ratio.new_tensor(4.0 / tau_pos), ratio.new_tensor(4.0 / tau_neg)) * -A
+    loss = torch.sigmoid(tau * (ratio - 1.0)) * weight
     return TokenLoss(loss, torch.zeros_like(loss))
 
 
@@ -125,12 +127,13 @@ def _high(eps_clip: float, eps_clip_high: float | None) -> float:
 def _clip(
     ratio: Tensor, A: Tensor, eps_low: float | Tensor, eps_high: float | Tensor, eps_c: float | None
 ) -> TokenLoss:
-    unclipped = -ratio * A
-    # The bounds may be 0-d tensors on the device (M2PO); the two kinds of clamp do not mix.
-    clipped = -ratio.clamp(1 - eps_low, 1 + eps_high) * A  # type: ignore[arg-type]
+    penalty = -A
+    unclipped = ratio * penalty
+    # The bounds may be 0-d tensors on the device (M2PO).
+    clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * penalty  # type: ignore[arg-type]
     loss = torch.maximum(unclipped, clipped)
     if eps_c is not None:
         if eps_c <= 1:
             raise ValueError(f"eps_clip_c = {eps_c}: the dual clip needs a bound above 1")
-        loss = torch.where(A < 0, torch.minimum(loss, -eps_c * A), loss)
+        loss = torch.where(A < 0, torch.minimum(loss, eps_c * penalty), loss)
     return TokenLoss(loss, (clipped > unclipped).to(loss.dtype))

@@ -54,17 +54,31 @@ TOKEN = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=300)
-@given(
-    st.lists(TOKEN, min_size=0, max_size=30),
-    st.one_of(st.sampled_from([0.0, 1e-13, 0.01, 0.04, 0.0025]), st.floats(0, 2, allow_subnormal=False)),
-    st.sampled_from([(0.3, 0.5), (0.0, 0.0), (0.2, 0.28)]),
-)
-def test_band_is_the_plain_loops(tokens, budget, floors):
+CASE = {
+    "tokens": st.lists(TOKEN, min_size=0, max_size=30),
+    "budget": st.one_of(st.sampled_from([0.0, 1e-13, 0.01, 0.04, 0.0025]), st.floats(0, 2, allow_subnormal=False)),
+    "floors": st.sampled_from([(0.3, 0.5), (0.0, 0.0), (0.2, 0.28)]),
+}
+
+
+def check_band(tokens, budget, floors):
     logp, A = [d for d, _ in tokens], [a for _, a in tokens]
     old = [0.0] * len(tokens)
     expected = plain_band(logp, old, A, budget, *floors)
     assert solved(logp, old, A, budget, *floors) == pytest.approx(list(expected), rel=1e-9, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=300)
+@given(**CASE)
+def test_band_is_the_plain_loops(tokens, budget, floors):
+    check_band(tokens, budget, floors)
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=5_000)
+@given(**CASE)
+def test_band_is_the_plain_loops_in_many_cases(tokens, budget, floors):
+    check_band(tokens, budget, floors)
 
 
 def test_no_harmful_token_leaves_the_ratio_free():
