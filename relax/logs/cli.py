@@ -64,7 +64,11 @@ class _Printer:
     def __init__(self, color: bool) -> None:
         from rich.console import Console
 
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, no_color=not color)
+        class PipeConsole(Console):
+            def on_broken_pipe(self) -> None:
+                raise BrokenPipeError  # rich's own answer is to exit with 1
+
+        self._console = PipeConsole(file=sys.stdout, highlight=False, soft_wrap=True, no_color=not color)
         self._width = 12
 
     def __call__(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for a service process: does what FAKE_<ROLE> says, word by word.
+"""A stand-in for a service process: does what FAKE_<ROLE> says, word by word. Imports little: many are started.
 
 rows=N       append N rows of metrics          sleep=S      sleep
 exit=N       end with this code                log=TEXT     log an error
@@ -17,11 +17,6 @@ import sys
 import time
 from pathlib import Path
 
-import structlog
-
-from relax.launch.rundir import RunDir
-from relax.logs.setup import configure
-
 # Found again by its odd duration, also without an environment.
 SLEEPER = ["sleep", os.environ["FAKE_SECONDS"]]
 
@@ -33,8 +28,8 @@ def main() -> None:
     parser.add_argument("--name")
     parser.add_argument("--run-dir", type=Path)
     args, flags = parser.parse_known_args()
-    run = RunDir.create_or_join(args.run_dir, config=(args.run_dir / "config.yaml").read_text())
-    configure(run.log(args.name), args.name)
+    log = args.run_dir / "logs" / f"{args.name}.jsonl"
+    log.touch()
     script = os.environ.get(f"FAKE_{args.name.upper().replace('-', '_')}", "sleep=600")
     for word in script.split():
         kind, _, value = word.partition("=")
@@ -48,12 +43,21 @@ def main() -> None:
                     "lineage": 0,
                 }
                 row |= {"rollout/response_len/mean": 7.5, "train/loss": 0.125, "train/staleness/max": 1}
-                with run.metrics.open("a") as file:
+                with (args.run_dir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(row | {"perf/tokens_per_s": 1234.0}) + "\n")
         elif kind == "sleep":
             time.sleep(float(value))
         elif kind == "log":
+            import structlog
+
+            from relax.logs.setup import configure
+
+            configure(log, args.name)
             structlog.get_logger("fake").error(value, batch=3)
+        elif kind == "join":
+            from relax.launch.rundir import RunDir
+
+            RunDir.create_or_join(args.run_dir, config=(args.run_dir / "config.yaml").read_text())
         elif kind == "say":
             print(value, file=sys.stderr)
         elif kind == "stubborn":
@@ -64,7 +68,7 @@ def main() -> None:
             subprocess.Popen(SLEEPER, start_new_session=True)
         elif kind == "tell":
             told = {"environment": dict(os.environ), "cores": sorted(os.sched_getaffinity(0)), "flags": flags}
-            (run.path / f"{args.name}.told").write_text(
+            (args.run_dir / f"{args.name}.told").write_text(
                 json.dumps(told | {"leads_session": os.getsid(0) == os.getpid()})
             )
         elif kind == "exit":

@@ -124,7 +124,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def test_a_run_ends_by_itself_and_says_where_everything_is(launch: Launch) -> None:
-    code, out, err = launch.start(controller="rows=3 sleep=0.5 exit=0", **all_done("controller")).end()
+    code, out, err = launch.start(controller="join rows=3 sleep=0.5 exit=0", **all_done("controller")).end()
     assert code == 0, err
     run = launch.run
     assert f"run directory: {run.path}" in out and str(run.metrics) in out and "relax-logs" in out
@@ -211,7 +211,7 @@ def test_ctrl_c_ends_services_that_ignore_it(launch: Launch) -> None:
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(launch: Launch) -> None:
-    launch.start(actor="stubborn bare away sleep=600", rollout_0="bare away sleep=600")
+    launch.start(actor="join stubborn bare away sleep=600", rollout_0="bare away sleep=600")
     launch.wait_until_all_run()
     launch.wait_for(lambda: len(launch.sleepers()) == 4, "the services' children")
     assert launch.run.shm_dir.is_dir()
