@@ -6,12 +6,19 @@ from pathlib import Path
 
 from relax.engines.base import EngineError
 
+CPU_HEAD_DIMS = frozenset({32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512})
+"""Head sizes for which vLLM's CPU build has attention kernels (vllm/v1/attention/backends/cpu_attn.py, 0.32)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`eos_token_ids`: every id that ends a response, in increasing order. `max_len`: longest sequence in tokens."""
+    """`head_dim` is the width of an attention head, `max_len` the longest sequence in tokens.
+
+    `eos_token_ids` holds every id that ends a response, in increasing order.
+    """
 
     vocab_size: int
+    head_dim: int
     max_len: int
     eos_token_ids: tuple[int, ...]
 
@@ -34,7 +41,12 @@ def model_facts(checkpoint: Path | str) -> ModelFacts:
             f"nothing in {root} says which token ends a response: set eos_token_id in config.json or in "
             f"generation_config.json, or eos_token in tokenizer_config.json"
         )
-    return ModelFacts(int(config["vocab_size"]), int(config.get("max_position_embeddings", 2**31)), tuple(sorted(eos)))
+    return ModelFacts(
+        vocab_size=config["vocab_size"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        max_len=config.get("max_position_embeddings", 2**31),
+        eos_token_ids=tuple(sorted(eos)),
+    )
 
 
 def _tokenizer_eos(root: Path) -> set[int]:

@@ -18,15 +18,13 @@ from typing import Any, Self
 from relax.engines.base import EngineDied, EngineError, EngineInfo, Request, RequestRefused, Result
 from relax.engines.checkpoint import model_facts
 from relax.engines.environment import prepare_environment
+from relax.engines.vllm_device import device_arguments
 from relax.engines.vllm_result import result_of, version_label
 from relax.weights import errors as weight_errors
 from relax.weights.manifest import Manifest, WeightTag
 
 CONTROL_DEADLINE_S = 60.0
 """For calls into the engine core that only wait for its current step."""
-
-MIN_STEP_TOKENS = 2048
-"""Tokens of one engine step; at least one whole prompt, since prompts are never cut."""
 
 
 class VllmEngine:
@@ -38,6 +36,7 @@ class VllmEngine:
     """
 
     died: asyncio.Future[str]
+    worker_extension = "relax.engines.vllm_worker.WeightLoader"
 
     def __init__(
         self,
@@ -72,6 +71,7 @@ class VllmEngine:
         self._door = asyncio.Lock()
         self._paused = False
         self._closing = False
+        self._children_before: list[Any] = []
 
     @classmethod
     def from_options(cls, options: Any) -> Self:
@@ -92,21 +92,24 @@ class VllmEngine:
         self.died = loop.create_future()
         prepare_environment()
         os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] = str(int(self._startup_timeout))
+        self._children_before = multiprocessing.active_children()
         # The child is killed when the *thread* that started it ends, so this one lives as long as the engine.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm-parent")
         building = loop.run_in_executor(self._thread, self._build)
         try:
-            self._llm = await asyncio.wait_for(building, self._startup_timeout + 30)
+            await asyncio.wait_for(building, self._startup_timeout + 30)
         except TimeoutError:
             raise EngineError(f"vLLM did not start within {self._startup_timeout:.0f} s (--startup-timeout)") from None
-        except RuntimeError as error:
-            raise EngineError(f"vLLM did not start: {error} The cause is in this service's output, above") from error
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"vLLM did not start with {self._checkpoint}: {error} (more may be in this service's output, above)"
+            ) from error
         for process in self._llm.engine_core.resources.engine_manager.processes:
             fd = os.pidfd_open(process.pid)
             self._watched[fd] = process
             loop.add_reader(fd, self._process_ended, fd)
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -121,17 +124,13 @@ class VllmEngine:
             max_model_len=self._max_model_len,
             max_num_seqs=self._max_num_seqs,
             kv_cache_memory_bytes=self._kv_cache_bytes,
-            # Small blocks: prompts of an RL dataset are short, and a group shares its prompt block by block.
-            block_size=32,
-            # A chunked prompt rewinds its request's generator, which CPU generators cannot: the engine core dies.
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(MIN_STEP_TOKENS, self._max_model_len),
             enforce_eager=True,
-            distributed_executor_backend="uni",
-            worker_extension_cls="relax.engines.vllm_worker.WeightLoader",
+            worker_extension_cls=self.worker_extension,
             disable_log_stats=True,
+            **device_arguments(self._facts, self._max_model_len),
         )
-        return AsyncLLM.from_engine_args(arguments)
+        # Kept here alone: whatever else held it would run its finalizer after the interpreter has begun to end.
+        self._llm = AsyncLLM.from_engine_args(arguments)
 
     def _process_ended(self, fd: int) -> None:
         process = self._watched.pop(fd)
@@ -160,7 +159,7 @@ class VllmEngine:
             task.cancel()
         if self._llm is None:  # still starting, or it failed to
             for child in multiprocessing.active_children():
-                if child.name.startswith("EngineCore"):
+                if child not in self._children_before:
                     child.kill()
         else:
             if self._llm.output_handler is not None:
@@ -213,6 +212,7 @@ class VllmEngine:
                     await self._control(self._llm.engine_core.resume_scheduler_async())
 
     async def _add(self, request: Request) -> asyncio.Future[Result]:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -228,6 +228,8 @@ class VllmEngine:
                 seed=request.seed,
                 max_tokens=request.max_tokens,
                 stop_token_ids=list(stop),
+                # Else vLLM adds the end tokens of generation_config.json to whatever the request says.
+                ignore_eos=True,
                 logprobs=0,
                 flat_logprobs=True,
                 detokenize=False,
@@ -236,7 +238,7 @@ class VllmEngine:
             queue = await self._llm.add_request(request.id, tokens_input(request.prompt.tolist()), parameters)
         except EngineDeadError:
             raise self._dead() from None
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise RequestRefused(f"request {request.id}: {error}") from error
         task = asyncio.get_running_loop().create_task(self._collect(request, queue), name=f"request {request.id}")
         self._tasks[request.id] = task

@@ -1,5 +1,6 @@
 """Tiny random models of the supported architectures, written as Hugging Face checkpoints."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ ARCHITECTURES = {
 }
 VOCAB = 96
 EOS = 1
+OTHER_EOS = 5
 
 
 def make_model(directory: Path, *, architecture: str = "qwen3", tied: bool = True, seed: int = 0):
@@ -22,9 +24,9 @@ def make_model(directory: Path, *, architecture: str = "qwen3", tied: bool = Tru
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        **({} if architecture == "qwen2" else {"head_dim": 32}),
         max_position_embeddings=512,
         tie_word_embeddings=tied,
         bos_token_id=2,
@@ -35,6 +37,9 @@ def make_model(directory: Path, *, architecture: str = "qwen3", tied: bool = Tru
     model = model_class(config).eval()
     change(model, seed)
     model.save_pretrained(directory)
+    # A checkpoint's sampling preferences must not reach the engine; its list of end tokens must.
+    generation = {"eos_token_id": [EOS, OTHER_EOS], "do_sample": True, "temperature": 0.1, "top_k": 1}
+    (directory / "generation_config.json").write_text(json.dumps(generation))
     return model
 
 
