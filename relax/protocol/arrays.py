@@ -1,20 +1,22 @@
 """How a numpy array travels: dtype and shape in the header, the bytes raw in a frame of their own.
 
-On the wire an array is `[dtype, shape, bytes or None]`; None means "the next frame". Arrays below `PACKED_ARRAY` bytes
-lie in the header itself: every frame costs as much as copying some tens of kilobytes, and zmq copies those anyway.
+In the header an array is `[dtype, shape, offset]`: where its bytes begin among those of the small arrays behind the
+header, or None for a large one, which is the next frame. Arrays below `SMALL_ARRAY` bytes share the first frame: every
+frame costs as much as copying some tens of kilobytes, and zmq copies those anyway.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from relax.protocol.errors import Refused
+from relax.protocol.frames import ALIGN, Outgoing
 
-PACKED_ARRAY = 32 * 1024
-PACKED_TOTAL = 256 * 1024
+SMALL_ARRAY = 32 * 1024
+SMALL_TOTAL = 256 * 1024
 MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 2**48
 
 _NAMES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 DTYPES: dict[str, np.dtype] = {name: np.dtype(name).newbyteorder("<") for name in _NAMES}
@@ -22,48 +24,36 @@ _CODES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _BOOL = DTYPES["b1"]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Upper bounds of one message, in bytes and frames, checked by the sender and again by the receiver."""
-
-    header_bytes: int = 16 * 2**20
-    frame_bytes: int = 256 * 2**20
-    message_bytes: int = 1024 * 2**20
-    frames: int = 1024
-
-
-class Outgoing:
-    """The frames that follow the header of one message while it is being written."""
-
-    __slots__ = ("frames", "packed")
-
-    def __init__(self) -> None:
-        self.frames: list[np.ndarray] = []
-        self.packed = 0
-
-
 class Incoming:
-    """The frames that followed a header, taken one after the other; each must be taken exactly once."""
+    """The bytes that came with a header, taken array after array, in order; each byte and frame exactly once."""
 
-    __slots__ = ("_frames", "_next")
+    __slots__ = ("_at", "_large", "_next", "_small")
 
-    def __init__(self, frames: Sequence) -> None:
-        self._frames, self._next = frames, 0
+    def __init__(self, small: memoryview | bytes, large: Sequence) -> None:
+        self._small, self._at = small, 0
+        self._large, self._next = large, 0
 
-    def take(self):
-        if self._next >= len(self._frames):
-            raise Refused("frames", f"the header names more arrays than the {len(self._frames)} frames that came")
-        frame = self._frames[self._next]
-        self._next += 1
-        return frame
+    def take(self, offset: object, size: int):
+        """What holds an array of `size` bytes: a slice of the first frame, or the next frame when `offset` is None."""
+        if offset is None:
+            if self._next >= len(self._large):
+                raise Refused("frames", f"the header names more large arrays than the {len(self._large)} that came")
+            self._next += 1
+            return self._large[self._next - 1]
+        if type(offset) is not int or offset != self._at:
+            raise Refused("array", f"expected an offset of {self._at}, got {_shown(offset)}")
+        self._at += size + -size % ALIGN
+        return self._small[offset : offset + size]
 
     def finish(self) -> None:
-        if self._next != len(self._frames):
-            raise Refused("frames", f"{len(self._frames)} frames came, the header names {self._next}")
+        if self._next != len(self._large):
+            raise Refused("frames", f"{len(self._large)} frames came, the header names {self._next}")
+        if self._at != len(self._small):
+            raise Refused("frames", f"{len(self._small)} bytes came behind the header, it names {self._at}")
 
 
 def pack_array(value: object, out: Outgoing) -> list:
-    """Header entry of an array; appends its bytes to `out` unless they are few. Raises TypeError with the reason."""
+    """Header entry of an array; its bytes go to `out`. Raises TypeError with the reason."""
     if type(value) is not np.ndarray:
         raise TypeError(f"expected a numpy array, got {type(value).__name__}")
     code = _CODES.get(value.dtype)
@@ -71,33 +61,29 @@ def pack_array(value: object, out: Outgoing) -> list:
         raise TypeError(f"arrays of dtype {value.dtype} do not travel (little-endian {', '.join(_NAMES)} do)")
     if value.ndim > MAX_DIMENSIONS:
         raise TypeError(f"{value.ndim} dimensions, at most {MAX_DIMENSIONS} travel")
-    size = value.nbytes
-    if size < PACKED_ARRAY and out.packed + size <= PACKED_TOTAL:
-        out.packed += size
-        return [code, value.shape, value.tobytes()]
-    out.frames.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    size, offset = value.nbytes, out.small_bytes
+    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    if size < SMALL_ARRAY and offset + size <= SMALL_TOTAL:
+        out.small.append(flat)
+        out.small_bytes = offset + size + -size % ALIGN
+        return [code, value.shape, offset]
+    out.large.append(flat)
     return [code, value.shape, None]
 
 
 def unpack_array(wire: object, frames: Incoming) -> np.ndarray:
     """The array of a header entry, read-only and without a copy over the frame that holds it."""
     if type(wire) is not list or len(wire) != 3:
-        raise Refused("type", f"expected an array entry [dtype, shape, bytes], got {_shown(wire)}")
-    code, shape, data = wire
+        raise Refused("type", f"expected an array entry [dtype, shape, offset], got {_shown(wire)}")
+    code, shape, offset = wire
     dtype = DTYPES.get(code) if type(code) is str else None
     if dtype is None:
         raise Refused("array", f"dtype {_shown(code)} is not one of {', '.join(_NAMES)}")
-    if (
-        type(shape) is not list
-        or len(shape) > MAX_DIMENSIONS
-        or not all(type(n) is int and 0 <= n < 2**48 for n in shape)
-    ):
+    if not _is_shape(shape):
         raise Refused("array", f"bad shape {_shown(shape)}")
-    if data is None:
-        data = frames.take()
-    elif type(data) is not bytes:
-        raise Refused("type", f"expected the bytes of an array, got {_shown(data)}")
-    need, have = math.prod(shape) * dtype.itemsize, len(data)
+    need = math.prod(shape) * dtype.itemsize
+    data = frames.take(offset, need)
+    have = len(data)
     if need != have:
         raise Refused("array", f"shape {tuple(shape)} of {code} takes {need} bytes, {have} came")
     if need == 0:
@@ -107,10 +93,17 @@ def unpack_array(wire: object, frames: Incoming) -> np.ndarray:
         if dtype is _BOOL and array.view(np.uint8).max() > 1:
             raise Refused("array", "a boolean array holds bytes other than 0 and 1")
         if not array.flags.aligned:
-            # zmq hands out small frames as slices of its read buffer, at any address.
+            # zmq may hand out a frame as a slice of its read buffer, at any address.
             array = array.copy()
     array.flags.writeable = False
     return array
+
+
+def _is_shape(shape: object) -> bool:
+    if type(shape) is not list or len(shape) > MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        return False
+    # numpy rejects extents whose product overflows even where another extent is 0.
+    return math.prod(n or 1 for n in shape) < MAX_ELEMENTS
 
 
 def _shown(value: object) -> str:

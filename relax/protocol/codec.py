@@ -3,7 +3,7 @@
 A message is a frozen dataclass. Its kind is its class name in snake_case; its fingerprint is a digest of the kind and
 of the names and types of its fields, nested messages included, so two versions of the code never misread each other:
 a message with another fingerprint is refused. The header is one msgpack array (positional, no field names); arrays
-follow as raw frames (`arrays.py`). Which types a field may have is in `fields.py`.
+follow as raw bytes (`arrays.py`, `frames.py`). Which types a field may have is in `fields.py`.
 
     @message
     class Ready:
@@ -18,17 +18,20 @@ import dataclasses
 import hashlib
 import operator
 import re
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_origin
 
 import msgpack
 
-from relax.protocol.arrays import Incoming, Limits, Outgoing, _shown
+from relax.protocol.arrays import Incoming, _shown
 from relax.protocol.errors import EncodeError, Refused, SchemaError
 from relax.protocol.fields import Field, field_of, type_hints
+from relax.protocol.frames import Limits, Outgoing, Packed, check_sizes, pack, split
 
 T = TypeVar("T")
 DEFAULT_LIMITS = Limits()
+_PREFIX = struct.Struct("<I")
 
 
 class Schema:
@@ -140,75 +143,44 @@ def schema_for(kind: object, fingerprint: object) -> Schema:
 
 
 def encode(message: Any, limits: Limits = DEFAULT_LIMITS) -> list[Any]:
-    """A message as `[header, frame, ...]`: bytes, then one-dimensional uint8 arrays over the message's own memory.
+    """A message as `[first, frame, ...]`: bytes, then one-dimensional uint8 arrays over the message's own memory.
 
     For whoever moves frames himself (a rank broadcast, a file). Raises SchemaError, EncodeError.
     """
-    schema = schema_of(type(message))
-    out = Outgoing()
-    body = schema.pack(message, out)
-    return pack_frames(msgpack.Packer(), schema.kind, [schema.kind, schema.fingerprint, body], out, limits)
+    packed = pack_message(msgpack.Packer(), [], message, limits)
+    return packed.frames(_PREFIX.pack(len(packed.header)))
 
 
 def decode(frames: Sequence[Any], sender: str = "?", limits: Limits = DEFAULT_LIMITS) -> Any:
     """The message that `encode` wrote. `frames` are bytes-like; arrays lie over them. Raises Refused."""
     kind: Any = "?"
     try:
-        header = unpack_header(frames, limits)
-        if len(header) != 3:
-            raise Refused("header", f"expected [kind, schema, body], got {len(header)} entries")
-        kind = header[0]
-        return unpack_body(schema_for(kind, header[1]), header[2], frames[1:])
+        check_sizes(list(frames), limits)
+        if len(frames[0]) < _PREFIX.size:
+            raise Refused("header", f"a first frame of {len(frames[0])} bytes", field="head")
+        values, small = split(frames[0], _PREFIX.size, *_PREFIX.unpack_from(frames[0]))
+        kind = values[0] if values else "?"
+        return unpack_message(values, small, frames[1:])
     except Refused as refused:
         refused.sender, refused.kind = sender, kind if type(kind) is str else "?"
         raise
 
 
-def pack_frames(packer: msgpack.Packer, kind: str, header: list, out: Outgoing, limits: Limits) -> list[Any]:
-    """The frames of a header and what its arrays left in `out`, within the limits. Raises EncodeError."""
-    try:
-        head = packer.pack(header)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise EncodeError(kind, "", f"{error}") from error
-    sizes = [frame.nbytes for frame in out.frames]
-    if len(head) > limits.header_bytes:
-        raise EncodeError(kind, "", f"the header takes {len(head)} bytes, at most {limits.header_bytes} travel")
-    if len(sizes) > limits.frames:
-        raise EncodeError(kind, "", f"{len(sizes)} large arrays, at most {limits.frames} travel in one message")
-    if sizes and max(sizes) > limits.frame_bytes:
-        raise EncodeError(kind, "", f"an array takes {max(sizes)} bytes, at most {limits.frame_bytes} travel")
-    if sum(sizes) > limits.message_bytes:
-        raise EncodeError(kind, "", f"{sum(sizes)} bytes of arrays, at most {limits.message_bytes} travel")
-    return [head, *out.frames]
+def pack_message(packer: msgpack.Packer, address: list, message: Any, limits: Limits) -> Packed:
+    """A message whose header is `[*address, kind, schema, body]`. Raises SchemaError, EncodeError."""
+    schema, out = schema_of(type(message)), Outgoing()
+    return pack(
+        packer, schema.kind, [*address, schema.kind, schema.fingerprint, schema.pack(message, out)], out, limits
+    )
 
 
-def unpack_header(frames: Sequence[Any], limits: Limits) -> list:
-    """The plain values of a header frame, after the sizes of all frames are checked. Raises Refused."""
-    if not frames:
-        raise Refused("header", "a message without frames")
-    if len(frames) - 1 > limits.frames:
-        raise Refused("frames", f"{len(frames) - 1} frames came, at most {limits.frames} are allowed")
-    total = 0
-    for i, frame in enumerate(frames):
-        size, limit = len(frame), limits.frame_bytes if i else limits.header_bytes
-        total += size
-        if size > limit:
-            raise Refused("size", f"frame {i} has {size} bytes, at most {limit} are allowed")
-    if total > limits.message_bytes + limits.header_bytes:
-        raise Refused("size", f"{total} bytes came, at most {limits.message_bytes} are allowed")
-    try:
-        header = msgpack.unpackb(frames[0])
-    except (ValueError, msgpack.UnpackException) as error:
-        raise Refused("header", f"no msgpack header: {type(error).__name__} {error}") from None
-    if type(header) is not list:
-        raise Refused("header", f"the header is no array but {_shown(header)}")
-    return header
-
-
-def unpack_body(schema: Schema, body: Any, frames: Sequence[Any]) -> Any:
-    """The message of a header's body and the frames behind it, every frame used exactly once. Raises Refused."""
-    incoming = Incoming(frames)
-    message = schema.unpack(body, incoming)
+def unpack_message(values: list, small: memoryview | bytes, large: Sequence[Any]) -> Any:
+    """The message of `[kind, schema, body]` and the bytes that came with it, every one used once. Raises Refused."""
+    if len(values) != 3:
+        raise Refused("header", f"expected [kind, schema, body], got {len(values)} entries", field="body")
+    kind, fingerprint, body = values
+    incoming = Incoming(small, large)
+    message = schema_for(kind, fingerprint).unpack(body, incoming)
     incoming.finish()
     return message
 

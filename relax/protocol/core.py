@@ -9,10 +9,10 @@ import msgpack
 import structlog
 import zmq
 
-from relax.protocol.arrays import Limits
-from relax.protocol.envelope import Peer
+from relax.protocol.envelope import Peer, head
 from relax.protocol.errors import Refused
 from relax.protocol.faults import Faults
+from relax.protocol.frames import Limits
 from relax.protocol.security import Security
 
 log = structlog.get_logger("relax.protocol")
@@ -29,8 +29,8 @@ class Bounds:
 
     window, window_bytes: told and not yet acknowledged; inbox, inbox_bytes: accepted and not yet handled; asks: asked
     and not yet answered; handlers: asks of all peers being answered at once; peers: senders remembered.
-    ack_delay: an acknowledgement waits at most this long for company; probe, probe_max: first and longest interval after
-    which a silent peer is probed; keep_replies: how long an answer is kept for an asker that went quiet.
+    ack_delay: an acknowledgement waits at most this long for company; probe, probe_max: first and longest interval
+    after which a silent peer is probed; keep_replies: how long an answer is kept for an asker that went quiet.
     peer_timeout: the deadline of a tell that names none.
     """
 
@@ -69,6 +69,11 @@ class Core:
 
     def address(self, link: int) -> list[Any]:
         return [self.run_id, self.lineage, self.me.name, self.me.incarnation, link, self.me.endpoint]
+
+    def control(self, act: int, flags: int, number: int, base: int, link: int, *rest: Any) -> list[Any]:
+        """The frames of an act that carries no message."""
+        header = self.packer.pack([*self.address(link), *rest])
+        return [head(act, flags, number, base, header) + header]
 
     def socket(self, kind: int) -> zmq.Socket:
         bounds, socket = self.bounds, self.context.socket(kind)

@@ -1,7 +1,8 @@
 """What stands around a message on the wire: who sends it, in which run, and where it is in the stream.
 
-The first frame of every message is a fixed head and a msgpack array behind it. The head (`HEAD`) is written anew at
-each transmission, so that a repeated message carries the sender's newest `base`; the array is packed once.
+The first frame of every message (`frames.py`) begins with a fixed head: magic and version, act, flags, length of the
+msgpack array behind it, number, base. The head is written anew at each transmission, so that a repeated message
+carries the sender's newest `base`; the array is packed once.
 
     act      from -> to         number              base                      array after the address
     TELL     sender, receiver   seq                 lowest unacknowledged     kind, schema, body
@@ -19,12 +20,10 @@ import struct
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgpack
-
-from relax.protocol.arrays import Limits
 from relax.protocol.errors import Refused
+from relax.protocol.frames import Limits, check_sizes, split
 
-HEAD: Final = struct.Struct("<3sBBQQ")
+HEAD: Final = struct.Struct("<3sBBIQQ")
 MAGIC: Final = b"Rx\x01"
 
 TELL, ASK, PROBE, SETTLED, ACK, REPLY, NOTHING, ERROR, REFUSED = range(1, 10)
@@ -51,7 +50,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Envelope:
-    """A parsed first frame; `rest` is what the table above shows after the address."""
+    """A parsed first frame; `rest` is what the table above shows after the address, `small` the bytes behind it."""
 
     act: int
     flags: int
@@ -64,49 +63,29 @@ class Envelope:
     link: int
     endpoint: str
     rest: list
+    small: memoryview
 
 
-def head(act: int, flags: int, number: int, base: int) -> bytes:
-    return HEAD.pack(MAGIC, act, flags, number, base)
-
-
-def parse_head(frame: bytes) -> tuple[int, int, int, int]:
-    """(act, flags, number, base) of a first frame. Raises Refused."""
-    if len(frame) < HEAD.size:
-        raise Refused("header", f"a first frame of {len(frame)} bytes, the head alone takes {HEAD.size}", field="head")
-    magic, act, flags, number, base = HEAD.unpack_from(frame)
-    if magic != MAGIC:
-        raise Refused("header", f"starts with {magic!r}, not {MAGIC!r}: another protocol or version", field="head")
-    if not TELL <= act <= REFUSED:
-        raise Refused("header", f"unknown act {act}", field="act")
-    return act, flags, number, base
+def head(act: int, flags: int, number: int, base: int, header: bytes) -> bytes:
+    """The prefix of a first frame whose msgpack array is `header`."""
+    return HEAD.pack(MAGIC, act, flags, len(header), number, base)
 
 
 def parse(frames: list[Any], limits: Limits) -> Envelope:
     """The envelope of a whole message, every size and type of the address checked. Raises Refused."""
-    act, flags, number, base = parse_head(frames[0])
     check_sizes(frames, limits)
-    try:
-        values = msgpack.unpackb(memoryview(frames[0])[HEAD.size :])
-    except (ValueError, msgpack.UnpackException) as error:
-        raise Refused("header", f"no msgpack array: {type(error).__name__} {error}", field="address") from None
-    if type(values) is not list or tuple(map(type, values[:6])) != _ADDRESS_TYPES:
+    first = frames[0]
+    if len(first) < HEAD.size:
+        raise Refused("header", f"a first frame of {len(first)} bytes, the head alone takes {HEAD.size}", field="head")
+    magic, act, flags, length, number, base = HEAD.unpack_from(first)
+    if magic != MAGIC:
+        raise Refused("header", f"starts with {magic!r}, not {MAGIC!r}: another protocol or version", field="head")
+    if not TELL <= act <= REFUSED:
+        raise Refused("header", f"unknown act {act}", field="act")
+    values, small = split(first, HEAD.size, length)
+    if tuple(map(type, values[:6])) != _ADDRESS_TYPES:
         raise Refused("header", "no [run id, lineage, name, incarnation, link, endpoint]", field="address")
     if max(map(len, (values[0], values[2], values[3], values[5]))) > ADDRESS_MAX:
         raise Refused("header", f"an entry of more than {ADDRESS_MAX} characters", field="address")
     run_id, lineage, name, incarnation, link, endpoint = values[:6]
-    return Envelope(act, flags, number, base, run_id, lineage, name, incarnation, link, endpoint, values[6:])
-
-
-def check_sizes(frames: list[Any], limits: Limits) -> None:
-    """Raises Refused when a message has too many or too large frames."""
-    if len(frames) - 1 > limits.frames:
-        raise Refused("frames", f"more than {limits.frames} frames came", field="frames")
-    total = 0
-    for i, frame in enumerate(frames):
-        size, limit = len(frame), limits.frame_bytes if i else limits.header_bytes + HEAD.size
-        total += size
-        if size > limit:
-            raise Refused("size", f"{size} bytes came, at most {limit} are allowed", field=f"frame {i}")
-    if total > limits.message_bytes + limits.header_bytes + HEAD.size:
-        raise Refused("size", f"{total} bytes came, at most {limits.message_bytes} are allowed", field="frames")
+    return Envelope(act, flags, number, base, run_id, lineage, name, incarnation, link, endpoint, values[6:], small)

@@ -16,8 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 
-from relax.protocol.arrays import Incoming, Outgoing, _shown, pack_array, unpack_array
+from relax.protocol.arrays import Incoming, _shown, pack_array, unpack_array
 from relax.protocol.errors import Refused, SchemaError
+from relax.protocol.frames import Outgoing
 
 Pack = Callable[[Any, Outgoing], Any]
 Unpack = Callable[[Any, Incoming], Any]

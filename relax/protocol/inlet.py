@@ -11,8 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from relax.protocol.arrays import Outgoing
-from relax.protocol.codec import pack_frames, schema_for, schema_of, unpack_body
+from relax.protocol.codec import pack_message, unpack_message
 from relax.protocol.core import Core, log
 from relax.protocol.envelope import (
     ACK,
@@ -159,7 +158,7 @@ class Inlet:
             counters["out_of_window"] += 1
             return
         self.expected += 1
-        size = sum(map(len, frames))
+        size = len(envelope.small) + sum(map(len, frames))
         try:
             route, message = self._open(envelope, frames)
         except Refused as refused:
@@ -174,17 +173,14 @@ class Inlet:
         self._acknowledge_soon(size, bool(envelope.flags & URGENT))
 
     def _open(self, envelope: Envelope, frames: list[Any]) -> tuple[Route, Any]:
-        if len(envelope.rest) != 3:
-            raise Refused("header", "no [kind, schema, body] behind the address", field="body")
-        kind, fingerprint, body = envelope.rest
         try:
-            schema = schema_for(kind, fingerprint)
-            route = self.routes.get(schema.cls)
+            message = unpack_message(envelope.rest, envelope.small, frames)
+            route = self.routes.get(type(message))
             if route is None:
                 raise Refused("unhandled", f"{self.core.me.name} has no handler for this kind")
-            return route, unpack_body(schema, body, frames)
+            return route, message
         except Refused as refused:
-            refused.kind = str(kind)[:80]
+            refused.kind = str(envelope.rest[0])[:80] if envelope.rest else "?"
             raise
 
     async def _work(self) -> None:
@@ -249,13 +245,13 @@ class Inlet:
     async def _answer(self, number: int, answer: Answer, route: Route, message: Any) -> None:
         try:
             reply = await route.handler(message, self.peer)
-            frames = self._packed(REPLY if reply is not None else NOTHING, number, reply)
+            frames = self._packed(number, reply)
         except asyncio.CancelledError:
-            frames = self._packed(ERROR, number, f"{self.core.me.name} closed while answering")
+            frames = self.core.control(ERROR, 0, number, 0, self.link, f"{self.core.me.name} closed while answering")
         except Exception as error:
             log.warning("answer_failed", message_type=answer.kind, asker=str(self.peer), exc_info=error)
             self.core.counters["failed_answers"] += 1
-            frames = self._packed(ERROR, number, f"{type(error).__name__}: {error}")
+            frames = self.core.control(ERROR, 0, number, 0, self.link, f"{type(error).__name__}: {error}")
         finally:
             self.core.answering -= 1
         answer.frames, answer.touched = frames, self.core.loop.time()
@@ -263,16 +259,12 @@ class Inlet:
             self._send(self.route, frames)
         self.core.progress.set()
 
-    def _packed(self, act: int, number: int, content: Any) -> list[Any]:
-        values = self.core.address(self.link)
-        if act == ERROR:
-            return [head(act, 0, number, 0) + self.core.packer.pack([*values, content])]
-        if act == NOTHING:
-            return [head(act, 0, number, 0) + self.core.packer.pack(values)]
-        schema, out = schema_of(type(content)), Outgoing()
-        values += [schema.kind, schema.fingerprint, schema.pack(content, out)]
-        frames = pack_frames(self.core.packer, schema.kind, values, out, self.core.bounds.limits)
-        return [head(act, 0, number, 0) + frames[0], *frames[1:]]
+    def _packed(self, number: int, reply: Any) -> list[Any]:
+        if reply is None:
+            return self.core.control(NOTHING, 0, number, 0, self.link)
+        address = self.core.address(self.link)
+        packed = pack_message(self.core.packer, address, reply, self.core.bounds.limits)
+        return packed.frames(head(REPLY, 0, number, 0, packed.header))
 
     def _forget_below(self, floor: int) -> None:
         if floor > self._settled_below:
@@ -304,5 +296,4 @@ class Inlet:
         return task
 
     def _reply(self, act: int, flags: int, number: int, base: int, *rest: Any) -> None:
-        packed = self.core.packer.pack([*self.core.address(self.link), *rest])
-        self._send(self.route, [head(act, flags, number, base) + packed])
+        self._send(self.route, self.core.control(act, flags, number, base, self.link, *rest))

@@ -12,8 +12,7 @@ from typing import Any
 
 import zmq
 
-from relax.protocol.arrays import Outgoing
-from relax.protocol.codec import pack_frames, schema_for, schema_of, unpack_body
+from relax.protocol.codec import pack_message, schema_of, unpack_message
 from relax.protocol.core import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, Core, log
 from relax.protocol.envelope import (
     ACK,
@@ -33,6 +32,7 @@ from relax.protocol.envelope import (
     parse,
 )
 from relax.protocol.errors import PeerError, PeerForgotten, PeerRefused, PeerSilent, Refused
+from relax.protocol.frames import Packed
 from relax.protocol.pump import Pump
 
 Done = asyncio.Future[Any]
@@ -41,13 +41,15 @@ Done = asyncio.Future[Any]
 class Parcel:
     """A message on its way: packed, and not yet acknowledged (tell) or answered (ask)."""
 
-    __slots__ = ("body", "done", "frames", "kind", "since", "size")
+    __slots__ = ("done", "kind", "packed", "since", "size")
 
-    def __init__(self, kind: str, frames: list[Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.kind, self.body, self.frames = kind, frames[0], frames[1:]
-        self.size = len(self.body) + sum(f.nbytes for f in self.frames)
+    def __init__(self, kind: str, packed: Packed, loop: asyncio.AbstractEventLoop) -> None:
+        self.kind, self.packed, self.size = kind, packed, packed.size
         self.done: Done = loop.create_future()
         self.since = loop.time()
+
+    def frames(self, act: int, flags: int, number: int, base: int) -> list[Any]:
+        return self.packed.frames(head(act, flags, number, base, self.packed.header))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -83,10 +85,9 @@ class Link:
 
     def pack(self, message: Any) -> Parcel:
         """Raises EncodeError when the message cannot travel."""
-        schema, out = schema_of(type(message)), Outgoing()
-        values = [*self.core.address(self.number), schema.kind, schema.fingerprint, schema.pack(message, out)]
-        frames = pack_frames(self.core.packer, schema.kind, values, out, self.core.bounds.limits)
-        return Parcel(schema.kind, frames, self.core.loop)
+        address = self.core.address(self.number)
+        packed = pack_message(self.core.packer, address, message, self.core.bounds.limits)
+        return Parcel(schema_of(type(message)).kind, packed, self.core.loop)
 
     def tell(self, parcel: Parcel) -> None:
         """Send the parcel after all earlier ones, as soon as the window has room."""
@@ -122,7 +123,7 @@ class Link:
         """The ask was answered or given up: the peer may forget it."""
         self._unsent_asks.pop(number, None)
         if self.asks.pop(number, None) is not None and not self.closed:
-            self._send([head(SETTLED, 0, number, self._floor()) + self._packed()])
+            self._send(self.core.control(SETTLED, 0, number, self._floor(), self.number))
 
     def silent(self, parcel: Parcel, problem: str = "") -> PeerSilent:
         now = self.core.loop.time()
@@ -153,10 +154,7 @@ class Link:
             socket.close(linger=0)
             raise ValueError(f"{self.endpoint!r} is no endpoint to connect to: {error.strerror}") from error
         frames = self.core.bounds.limits.frames + 2
-        return Pump(socket, lead=1, max_frames=frames, on_message=self._received, on_writable=self._flush)
-
-    def _packed(self, *rest: Any) -> bytes:
-        return self.core.packer.pack([*self.core.address(self.number), *rest])
+        return Pump(socket, routed=False, max_frames=frames, on_message=self._received, on_writable=self._flush)
 
     def _send(self, frames: list[Any]) -> bool:
         faults = self.core.faults
@@ -187,13 +185,13 @@ class Link:
             parcel = self.unacked[self.sent + 1]
             # Alone on its way, a message gets its acknowledgement at once; in a crowd they share one.
             flags = URGENT if len(self.unacked) == 1 else 0
-            if not self._send([head(TELL, flags, self.sent + 1, base) + parcel.body, *parcel.frames]):
+            if not self._send(parcel.frames(TELL, flags, self.sent + 1, base)):
                 return
             self.sent += 1
         while self._unsent_asks:
             number = next(iter(self._unsent_asks))
             parcel = self.asks[number]
-            if not self._send([head(ASK, 0, number, self._floor()) + parcel.body, *parcel.frames]):
+            if not self._send(parcel.frames(ASK, 0, number, self._floor())):
                 return
             del self._unsent_asks[number]
 
@@ -224,8 +222,8 @@ class Link:
     def _probe(self) -> bool:
         sent_asks = [n for n in self.asks if n not in self._unsent_asks]
         self.core.counters["probes"] += 1
-        frames = [head(PROBE, 0, self.sent, self.acked + 1) + self._packed(self._floor(), sent_asks)]
-        self._probe_due = not self._send(frames)
+        probe = self.core.control(PROBE, 0, self.sent, self.acked + 1, self.number, self._floor(), sent_asks)
+        self._probe_due = not self._send(probe)
         return not self._probe_due
 
     # --- what comes back ---------------------------------------------------------------------------------------------
@@ -293,11 +291,8 @@ class Link:
                 parcel.done.set_result(None)
             elif envelope.act == ERROR:
                 parcel.fail(PeerError(str(self.peer), parcel.kind, " ".join(map(str, envelope.rest))))
-            elif len(envelope.rest) != 3:
-                raise Refused("header", "no [kind, schema, body] behind the address", field="reply")
             else:
-                kind, fingerprint, body = envelope.rest
-                parcel.done.set_result(unpack_body(schema_for(kind, fingerprint), body, frames))
+                parcel.done.set_result(unpack_message(envelope.rest, envelope.small, frames))
         except Refused as refused:
             refused.sender = str(self.peer)
             parcel.fail(refused)

@@ -92,7 +92,7 @@ class Mailbox:
         self._core, self._endpoint = core, self._binding.endpoint
         self.failed = loop.create_future()
         frames = self.bounds.limits.frames + 3
-        self._pump = Pump(socket, lead=2, max_frames=frames, on_message=self._received, on_writable=lambda: None)
+        self._pump = Pump(socket, routed=True, max_frames=frames, on_message=self._received, on_writable=lambda: None)
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
 
     @property
@@ -317,9 +317,10 @@ class Mailbox:
         else:
             return
         if envelope.act <= PROBE:
+            # In the sender's own words: it learns nothing of this run.
             address = [envelope.run_id, envelope.lineage, self.name, self.incarnation, envelope.link, self.endpoint]
-            packed = head(REFUSED, URGENT, envelope.number, envelope.act)
-            self._send(route, [packed + core.packer.pack([*address, refused.problem])])
+            header = core.packer.pack([*address, refused.problem])
+            self._send(route, [head(REFUSED, URGENT, envelope.number, envelope.act, header) + header])
         raise refused
 
     def _inlet(self, core: Core, envelope: Envelope, peer: Peer) -> Inlet:

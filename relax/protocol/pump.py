@@ -12,26 +12,35 @@ from typing import Any
 import zmq
 
 DRAIN = 64
+# Large messages are handled, and their memory used again, before more are read: fresh pages cost many times a copy.
+DRAIN_BYTES = 4 * 2**20
+# As plain numbers: combining pyzmq's enum flags costs as much as a small send.
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
 
 class Pump:
-    """Owns a socket. `on_message(frames)` gets at most `max_frames` frames of a message, the first `lead` as bytes and
-    the others as zmq frames; `on_writable()` is called once after a `send` that returned False, when sending works."""
+    """Owns a socket.
+
+    `on_message(frames)` gets at most `max_frames` frames of a message: the routing id, if the socket is `routed`, and
+    the first frame as bytes, the others as zmq frames. `on_writable()` is called once after a `send` that returned
+    False, when sending works again.
+    """
 
     def __init__(
         self,
         socket: zmq.Socket,
         *,
-        lead: int,
+        routed: bool,
         max_frames: int,
         on_message: Callable[[list[Any]], None],
         on_writable: Callable[[], None],
     ) -> None:
         self.socket = socket
         self._loop = asyncio.get_running_loop()
-        self._lead, self._max = lead, max_frames
+        self._routed, self._max = routed, max_frames
         self._on_message, self._on_writable = on_message, on_writable
         self._kicked = self._blocked = self.closed = False
+        self._received = 0
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._ready)
         self._kick()
@@ -41,8 +50,7 @@ class Pump:
         socket, last = self.socket, len(frames) - 1
         try:
             for i, frame in enumerate(frames):
-                flags = zmq.NOBLOCK | (zmq.SNDMORE if i < last else 0)
-                socket.send(frame, flags, copy=type(frame) is bytes)
+                socket.send(frame, _NOBLOCK_MORE if i < last else _NOBLOCK, copy=type(frame) is bytes)
         except zmq.Again:
             self._blocked = True
             self._kick()
@@ -67,10 +75,13 @@ class Pump:
 
     def _ready(self) -> None:
         try:
+            self._received = 0
             for _ in range(DRAIN):
                 if self.closed:
                     return
                 self._on_message(self._receive())
+                if self._received > DRAIN_BYTES:
+                    break
             self._kick()
         except zmq.Again:
             if self._blocked and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
@@ -79,16 +90,15 @@ class Pump:
 
     def _receive(self) -> list[Any]:
         receive = self.socket.recv
-        frames: list[Any] = []
-        more = True
-        for _ in range(self._lead):
-            frames.append(receive(zmq.NOBLOCK))
-            more = bool(self.socket.getsockopt(zmq.RCVMORE))
-            if not more:
-                return frames
+        # A ROUTER puts the routing id before every message; there is always more behind it.
+        frames: list[Any] = [receive(_NOBLOCK)] if self._routed else []
+        first = receive(_NOBLOCK, copy=False)
+        frames.append(first.bytes)
+        more = first.more
         while more:
-            frame = receive(zmq.NOBLOCK, copy=False)
+            frame = receive(_NOBLOCK, copy=False)
             more = frame.more
             if len(frames) < self._max:
                 frames.append(frame)
+                self._received += len(frame)
         return frames

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax.protocol.arrays import DTYPES, Limits
+from relax.protocol.arrays import DTYPES
 from relax.protocol.codec import decode, encode, kind_of, message, schema_of
 from relax.protocol.errors import EncodeError, Refused, SchemaError
+from relax.protocol.frames import Limits, first_frame, split
 
 
 @message
@@ -69,9 +70,16 @@ def everything(**changes) -> Everything:
     return Everything(**(values | changes))
 
 
-def wire(message, *path) -> list:
-    """Header of an encoded message as plain values, for tampering."""
-    return msgpack.unpackb(encode(message)[0])
+def opened(first: bytes) -> tuple[list, bytes]:
+    """A first frame as the plain values of its header and the bytes behind it, for tampering."""
+    values, small = split(first, 4, int.from_bytes(first[:4], "little"))
+    return values, bytes(small)
+
+
+def closed(values: list, small: bytes = b"") -> bytes:
+    header = msgpack.packb(values)
+    arrays = [np.frombuffer(small, np.uint8)] if small else []
+    return first_frame(len(header).to_bytes(4, "little"), header, arrays)
 
 
 def test_every_field_type_comes_back_equal():
@@ -175,23 +183,32 @@ def test_a_wrong_value_is_an_error_at_the_sender_naming_the_field(field, value, 
         (lambda h: h[2].__setitem__(10, 1), "type", "field tokens: expected an array entry"),
         (lambda h: h[2][10].__setitem__(0, "O"), "array", "field tokens: dtype 'O'"),
         (lambda h: h[2][10].__setitem__(0, "M8"), "array", "field tokens: dtype 'M8'"),
-        (lambda h: h[2][10].__setitem__(0, "f8"), "array", "takes 48 bytes, 24 came"),
-        (lambda h: h[2][10].__setitem__(1, [2, 4]), "array", "takes 32 bytes, 24 came"),
+        (lambda h: h[2][10].__setitem__(0, "f8"), "array", "takes 48 bytes, 40 came"),
+        (lambda h: h[2][10].__setitem__(1, [2, 4]), "array", "field extras.'lp'.: expected an offset of 32, got 24"),
+        (lambda h: h[2][10].__setitem__(1, [2, 2]), "array", "expected an offset of 16, got 24"),
         (lambda h: h[2][10].__setitem__(1, [-2, -3]), "array", "bad shape"),
-        (lambda h: h[2][10].__setitem__(1, [2**40, 2**40, 0, 2**40]), "array", "takes 0 bytes"),
+        (lambda h: h[2][10].__setitem__(1, [2**40, 2**40, 0, 2**40]), "array", "field tokens: bad shape"),
+        (lambda h: h[2][10].__setitem__(1, [0, 3]), "array", "field extras.'lp'.: expected an offset of 0, got 24"),
         (lambda h: h[2][10].__setitem__(1, [True, 6]), "array", "bad shape"),
         (lambda h: h[2][10].__setitem__(1, [1] * 9), "array", "bad shape"),
         (lambda h: h[2][10].__setitem__(2, None), "array", "field tokens: shape"),
-        (lambda h: h[2][11]["big"].__setitem__(2, b""), "array", r"field extras\['big'\]: shape"),
-        (lambda h: h[2].__setitem__(12, ["i4", [1], None]), "frames", "field maybe: the header names more arrays"),
+        (lambda h: h[2][10].__setitem__(2, -8), "array", "field tokens: expected an offset of 0, got -8"),
+        (lambda h: h[2][10].__setitem__(2, b"x"), "array", "field tokens: expected an offset of 0, got b'x'"),
+        (lambda h: h[2][11]["big"].__setitem__(2, 40), "array", r"field extras\['big'\]: shape"),
+        (lambda h: h[2][11].pop("lp"), "frames", "40 bytes came behind the header, it names 24"),
+        (
+            lambda h: h[2].__setitem__(12, ["i4", [1], None]),
+            "frames",
+            "field maybe: the header names more large arrays",
+        ),
     ],
 )
 def test_a_tampered_header_is_refused_naming_sender_and_field(change, reason, text):
     frames = encode(everything())
-    header = msgpack.unpackb(frames[0])
+    header, small = opened(frames[0])
     change(header)
     with pytest.raises(Refused, match=text) as refused:
-        decode([msgpack.packb(header), *frames[1:]], sender="rollout-1")
+        decode([closed(header, small), *frames[1:]], sender="rollout-1")
     assert refused.value.reason == reason and "from rollout-1" in str(refused.value)
 
 
@@ -201,16 +218,18 @@ def test_left_over_frames_are_refused():
 
 
 @pytest.mark.parametrize("header", [b"", b"\xc1", b"\x93\x01", b"\xdd\xff\xff\xff\xff", b"\x80", b"\x91" * 5000])
-def test_bytes_that_are_no_header_are_refused(header):
+@pytest.mark.parametrize("length", [0, 1, 10_000])
+def test_bytes_that_are_no_header_are_refused(header, length):
     with pytest.raises(Refused):
-        decode([header])
+        decode([(length or len(header)).to_bytes(4, "little") + header])
+    with pytest.raises(Refused):
+        decode([header[:3]])
 
 
 def test_a_boolean_array_with_other_bytes_is_refused():
-    header = wire(Vector(np.array([True, False])))
-    header[2][0][2] = b"\x02\x00"
+    header, small = opened(encode(Vector(np.array([True, False])))[0])
     with pytest.raises(Refused, match="other than 0 and 1"):
-        decode([msgpack.packb(header)])
+        decode([closed(header, b"\x02" + small[1:])])
 
 
 def test_limits_hold_at_the_sender_and_at_the_receiver():
@@ -218,9 +237,9 @@ def test_limits_hold_at_the_sender_and_at_the_receiver():
     frames = encode(Vector(np.zeros(60_000, np.uint8)))
     with pytest.raises(EncodeError, match="an array takes 60000 bytes, at most 50000"):
         encode(Vector(np.zeros(60_000, np.uint8)), small)
-    with pytest.raises(Refused, match="frame 1 has 60000 bytes, at most 50000"):
+    with pytest.raises(Refused, match="frame 1: 60000 bytes came, at most 50000"):
         decode(frames, limits=small)
-    with pytest.raises(Refused, match="3 frames came, at most 2"):
+    with pytest.raises(Refused, match="more than 2 frames came"):
         decode([frames[0], b"", b"", b""], limits=small)
     with pytest.raises(EncodeError, match="the header takes"):
         encode(Vector(np.zeros(2000, np.uint8)), small)
@@ -285,7 +304,7 @@ def test_a_value_that_the_class_itself_rejects_is_refused_on_receipt():
             if self.n % 2:
                 raise ValueError(f"n = {self.n} is odd")
 
-    header = msgpack.unpackb(encode(Even(2))[0])
+    header, _ = opened(encode(Even(2))[0])
     header[2] = [3]
     with pytest.raises(Refused, match="n = 3 is odd"):
-        decode([msgpack.packb(header)])
+        decode([closed(header)])

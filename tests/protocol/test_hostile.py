@@ -3,22 +3,37 @@
 import asyncio
 import itertools
 import random
+from dataclasses import dataclass
 
 import msgpack
 import numpy as np
 import pytest
 import zmq
 
-from relax.protocol.arrays import Limits
 from relax.protocol.codec import encode, schema_of
 from relax.protocol.core import Bounds
-from relax.protocol.envelope import ACK, ASK, HEAD, MAGIC, PROBE, REPLY, SETTLED, TELL, head
+from relax.protocol.envelope import ACK, ASK, HEAD, MAGIC, PROBE, REPLY, SETTLED, TELL
+from relax.protocol.envelope import head as head_of
+from relax.protocol.frames import Limits
 from tests.protocol.conftest import mailbox, opened, run, until
 from tests.protocol.wire import Note, Question, Reply, Tensor
 
 LIMITS = Limits(header_bytes=100_000, frame_bytes=300_000, message_bytes=400_000, frames=8)
 ADDRESS = ["run", 0, "stranger", "x", 1, "ipc:///nowhere"]
 NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True)
+class head:  # noqa: N801  (reads as what it makes: head(...) + header)
+    """The head of a first frame, put before a header by `+`."""
+
+    act: int
+    flags: int
+    number: int
+    base: int
+
+    def __add__(self, header: bytes) -> bytes:
+        return head_of(self.act, self.flags, self.number, self.base, header) + header
 
 
 def packed(*rest, address=None) -> bytes:
@@ -28,8 +43,9 @@ def packed(*rest, address=None) -> bytes:
 
 
 def tell(seq: int, message, base: int = 1, address=None) -> list[bytes]:
-    header, *frames = encode(message)
-    return [head(TELL, 0, seq, base) + packed(*msgpack.unpackb(header), address=address), *map(bytes, frames)]
+    """What a mailbox would send, of a message without small arrays."""
+    first, *frames = encode(message)
+    return [head(TELL, 0, seq, base) + packed(*msgpack.unpackb(first[4:]), address=address), *map(bytes, frames)]
 
 
 def body(**fields) -> list:
@@ -41,9 +57,9 @@ MALFORMED = {
     "header": [
         [b""],
         [b"GET / HTTP/1.1"],
-        [HEAD.pack(b"Rx\x02", TELL, 0, 1, 1) + packed(*body(number=1, text=""))],
-        [HEAD.pack(MAGIC, 77, 0, 1, 1) + packed()],
-        [head(TELL, 0, 1, 1)],
+        [HEAD.pack(b"Rx\x02", TELL, 0, 9, 1, 1) + packed(*body(number=1, text=""))],
+        [HEAD.pack(MAGIC, 77, 0, 9, 1, 1) + packed()],
+        [head(TELL, 0, 1, 1) + b""],
         [head(TELL, 0, 1, 1) + b"\xc1"],
         [head(TELL, 0, 1, 1) + b"\xdf\xff\xff\xff\xff"],
         [head(TELL, 0, 1, 1) + b"\x91" * 3000],
@@ -68,6 +84,7 @@ MALFORMED = {
         [*tell(1, Note(1)), b"more"],
         tell(1, Tensor(1, np.zeros(50_000, np.uint8)))[:1],
         [*tell(1, Note(1)), *[b"x"] * 5000],
+        [tell(1, Note(1))[0] + b"behind the header"],
     ],
     "size": [[*tell(1, Note(1)), b"x" * 300_001], [head(TELL, 0, 1, 1) + b"x" * 200_000]],
     "unhandled": [tell(1, Reply(1))],
@@ -93,6 +110,7 @@ async def under_attack(sockets, attack) -> None:
     b.on(Question, double)
     async with opened(a, b):
         raw = zmq.Context.instance().socket(zmq.DEALER)
+        raw.sndhwm = 0
         raw.connect(b.endpoint)
 
         async def talk():
@@ -143,7 +161,7 @@ def test_a_sender_that_invents_names_cannot_fill_the_memory(sockets):
     async def attack(send, b):
         for i in range(6000):
             address = ["run", 0, f"stranger-{i}", "x", 1, "ipc:///nowhere"]
-            send([head(TELL, 0, 1, 1) + packed(*msgpack.unpackb(encode(Note(i))[0]), address=address)])
+            send([head(TELL, 0, 1, 1) + packed(*msgpack.unpackb(encode(Note(i))[0][4:]), address=address)])
             if i % 100 == 0:
                 await asyncio.sleep(0)
         await until(lambda: b.counters["received"] > 6000)
@@ -158,7 +176,7 @@ def test_mutated_messages_crash_nothing(sockets, rounds):
     seeds = [
         tell(1, Tensor(1, np.arange(20_000, dtype=np.int64))),
         tell(1, Note(3, "text")),
-        [head(ASK, 0, 1, 1) + packed(*msgpack.unpackb(encode(Question(1))[0]))],
+        [head(ASK, 0, 1, 1) + packed(*msgpack.unpackb(encode(Question(1))[0][4:]))],
         [head(PROBE, 0, 4, 1) + packed(1, [1, 2])],
         [head(SETTLED, 0, 1, 2) + packed()],
     ]
