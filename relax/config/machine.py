@@ -13,6 +13,7 @@ from relax.config.checks import located
 from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.resolve import Resolved
+from relax.config.schema import ROLES
 from relax.config.violation import Violation
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -30,18 +31,21 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
     from relax.rewards.checks import check as check_rewards
 
     options, skip = resolved.options, resolved.suspects
+    roles = {service.role for service in resolved.topology.on(node)} if resolved.topology else set(ROLES)
     found: list[Violation] = []
     if options.hf_checkpoint and "hf_checkpoint" not in skip:
-        found += check_checkpoint(options)
-    if options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:
+        found += check_checkpoint(options, holds_weights=bool(roles & {"rollout", "actor"}))
+    if "controller" in roles and options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:
         found += check_data(options)
-    found += check_rewards(options)
+    if "reward" in roles and not skip & {"rm_type", "custom_rm_path"}:
+        found += check_rewards(options)
     found += _cores(resolved, node)
     return located(resolved, found)
 
 
-def check_checkpoint(options: Options) -> list[Violation]:
-    """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, sizes that do not divide."""
+def check_checkpoint(options: Options, *, holds_weights: bool = True) -> list[Violation]:
+    """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, sizes that do not divide; and,
+    where this host `holds_weights`, whether they fit into its shared memory."""
     folder = Path(options.hf_checkpoint)
 
     def refuse(problem: str, fix: str, name: str = "hf_checkpoint") -> Violation:
@@ -77,7 +81,7 @@ def check_checkpoint(options: Options) -> list[Violation]:
             found.append(refuse(f"{file.name} is no complete safetensors file", "Download it again."))
         else:
             sizes.append(size)
-    if weights and len(sizes) == len(weights):
+    if holds_weights and weights and len(sizes) == len(weights):
         found += _room(options, sum(sizes))
     return [*found, *_fits_the_ranks(options, config), *_fits_the_context(options, config)]
 

@@ -12,17 +12,24 @@ import sys
 from pathlib import Path
 
 from relax.launch.places import remove_if_dead
-from relax.launch.sweep import sweep
+from relax.launch.sweep import MARK, sweep
 
 
 class Guard:
-    """The starter's side. `watch` tells the guard about a session to end; `dismiss` after a clean end of one's own."""
+    """The starter's side.
+
+    `mark` is the value of RELAX_RUN_ID in the environment of the processes to end. The launcher's is the run id. A
+    service started alone may have a guard for its own children, with a mark of its own (`<run id>.<name>`): the run's
+    places are removed only when nobody takes part any more.
+    """
 
     def __init__(self, mark: str, runtime_dir: Path, shm_dir: Path) -> None:
         read_end, self._pipe = os.pipe()
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "relax.launch.guard", mark, str(runtime_dir), str(shm_dir)],
+                # Not marked itself: a sweep of an outer run must not take this run's guard first.
+                env={name: value for name, value in os.environ.items() if name != MARK},
                 stdin=read_end,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -31,6 +38,7 @@ class Guard:
             os.close(read_end)
 
     def watch(self, session: int) -> None:
+        """Every process of this session is to end too, whatever its environment says."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, f"{session}\n".encode())
 

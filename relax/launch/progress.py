@@ -29,7 +29,16 @@ class MetricsTail:
             data = file.read()
         whole, newline, _ = data.rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [row for line in whole.split(b"\n") if (row := _row(line)) is not None]
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A row of metrics; None for anything else, for a view must never end the run it looks at."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("batch"), int) else None
 
 
 class Progress:

@@ -126,3 +126,14 @@ def test_faults_of_the_prompts_are_refused_here_too(
     write(prompts)
     found = refusals(file)
     assert found and found[0].startswith(option) and told in found[0]
+
+
+def test_a_node_is_asked_only_for_what_its_services_need(topology: Write, prompts: Path) -> None:
+    nodes = {"a": {"address": "h1"}, "b": {"address": "h2"}}
+    services = {role: {"node": "a"} for role in ("controller", "reward", "advantages", "actor")}
+    top = {"controller": "tcp://h1:5755", "nodes": nodes}
+    file = topology(services={**services, "rollout": {"node": "b", "cores": [4095]}}, top=top, insecure=True)
+    prompts.unlink()
+    resolved = resolve({}, file)
+    assert [violation.option for violation in check_machine(resolved, "a")] == ["--prompt-data"]
+    assert [violation.option for violation in check_machine(resolved, "b")] == ["services.rollout.cores"]

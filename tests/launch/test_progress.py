@@ -29,6 +29,12 @@ def test_each_row_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None
     assert [r["batch"] for r in tail.read()] == [1, 2]
 
 
+def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("{\n[]\n\n" + json.dumps({"step": 1}) + "\n" + row(0))
+    assert [r["batch"] for r in MetricsTail(file).read()] == [0]
+
+
 def test_time_left_follows_the_recent_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])

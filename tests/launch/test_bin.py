@@ -1,0 +1,35 @@
+"""The commands in bin/ work from any directory and with any Python."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(__file__).resolve().parents[2] / "bin"
+VENV = BIN.parent / ".venv" / "bin" / "python"
+
+
+@pytest.mark.parametrize("name", ["relax-launch", "relax-logs"])
+def test_commands_answer_from_anywhere(tmp_path: Path, name: str) -> None:
+    done = subprocess.run([BIN / name, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}"), done.stderr
+
+
+@pytest.mark.skipif(not VENV.exists(), reason="the environment was not made by `make env`")
+def test_another_python_enters_the_environment_of_the_checkout(tmp_path: Path) -> None:
+    other = Path(getattr(sys, "_base_executable", sys.executable))
+    code = f"import sys; sys.path.insert(0, {str(BIN)!r}); import _venv; _venv.enter(); print(sys.prefix)"
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([other, script], capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert Path(done.stdout.strip()).resolve() == VENV.parent.parent.resolve()
+
+
+def test_local_topology_passes_a_dry_run_and_both_topologies_hold() -> None:
+    for name in ("local", "two-nodes"):
+        command = [BIN / "relax-launch", f"topologies/{name}.yaml", "--dry-run"]
+        done = subprocess.run(command, cwd=BIN.parent, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 and "Nothing was started." in done.stdout, done.stderr
