@@ -2,7 +2,7 @@
 
 Layout (relax never writes outside these three):
 
-    <run_dir>/   config.yaml topology.yaml runtime.json controller ledger.sqlite metrics.jsonl
+    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-XXXXXXXX or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -11,7 +11,6 @@ Whoever takes part in a run on this host holds a shared lock on runtime_dir. A l
 one out can tell that it is the last, and a newcomer can tell a live run from the remains of a dead one.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -93,23 +92,6 @@ class RunDir:
         """The ipc endpoint where a service binds: `ipc:///tmp/relax-1a2b3c4d/rollout-0.sock`."""
         return f"ipc://{self.runtime_dir / service}.sock"
 
-    def publish_controller(self, endpoint: str) -> None:
-        """Records where the controller really listens; the controller does this once it is bound."""
-        aside = self.path / ".controller"
-        aside.write_text(endpoint + "\n")
-        aside.rename(self.path / "controller")
-
-    async def controller_endpoint(self, deadline: float) -> str:
-        """The controller's endpoint, as soon as there is one. Raises TimeoutError at `deadline` (time.monotonic)."""
-        began = time.monotonic()
-        record = self.path / "controller"
-        while not record.is_file():
-            if time.monotonic() >= deadline:
-                waited = time.monotonic() - began
-                raise TimeoutError(f"no controller came up in {self.path} within {waited:.0f} s; start one there")
-            await asyncio.sleep(0.05)
-        return record.read_text().strip()
-
     @classmethod
     def create(
         cls,
@@ -182,8 +164,6 @@ class RunDir:
     def _open(cls, path: Path, config: str, topology: str) -> "RunDir":
         if refused := refusals(path):
             raise ConfigError(refused)
-        # The remains of a run that died before it began would send newcomers to an endpoint of nobody.
-        (path / "controller").unlink(missing_ok=True)
         run_id = secrets.token_hex(6)
         runtime_dir = make_runtime_dir()
         shm_dir = make_shm_dir(run_id)

@@ -26,7 +26,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which records to show. Empty means all. `services` are names or patterns (`rollout-*`, `rollout`: every replica);
+    """Which records to show. Empty means all. `services` are names or patterns (`*-0`, `rollout`: every replica);
     `where` compares fields as text, so `batch=3` finds the number 3."""
 
     services: tuple[str, ...] = ()
@@ -44,7 +44,9 @@ class Filter:
 
 
 def _matches(service: str, pattern: str) -> bool:
-    return fnmatchcase(service, pattern) or service.rpartition("-")[0] == pattern
+    """`actor.rank1` belongs to the service `actor`, `rollout-0` to the role `rollout`."""
+    name = service.partition(".")[0]
+    return fnmatchcase(service, pattern) or pattern in (name, name.rpartition("-")[0])
 
 
 def _same(seen: object, wanted: str) -> bool:

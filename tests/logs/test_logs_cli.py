@@ -81,6 +81,12 @@ def test_a_line_cut_short_by_a_kill_is_counted_not_fatal(run_dir: Path, capsys: 
     assert json.loads(shown.out.splitlines()[-1])["event"] == "again" and "2 lines" in shown.err
 
 
+def test_a_service_includes_its_ranks(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "logs" / "actor.rank1.jsonl").write_text(line(9, "actor.rank1", "follows"))
+    assert events(capsys, str(run_dir), "--service", "actor") == ["follows"]
+    assert events(capsys, str(run_dir), "--service", "act") == []
+
+
 def test_a_place_without_logs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "name a run directory" in capsys.readouterr().err
