@@ -4,7 +4,6 @@ An attribute `rollout_batch_size` is the flag `--rollout-batch-size` and the key
 `rollout-batch-size`) under `options:` in a topology file. This module imports no torch and answers at once.
 """
 
-import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -312,12 +311,6 @@ class Options(
     def is_set(self, name: str) -> bool:
         """Whether the user gave this option (by flag, topology file or constructor), whatever its value."""
         return name in self.model_fields_set
-
-    def shared(self) -> dict[str, str]:
-        """The options on which all services of a run agree, each as JSON text."""
-        return {
-            name: json.dumps(value) for name, value in self.model_dump(mode="json").items() if name not in PER_SERVICE
-        }
 
 
 def _default(name: str) -> Any:

@@ -103,11 +103,6 @@ def test_options_do_not_change() -> None:
         Options().lr = 1.0  # type: ignore[misc]
 
 
-def test_shared_options_leave_out_what_belongs_to_one_service() -> None:
-    one = Options(seed=3, run_dir="a", controller="tcp://h:1", log_level="debug").shared()  # type: ignore[arg-type]
-    assert one == Options(seed=3).shared() != Options(seed=4).shared()
-
-
 def test_configuration_imports_no_torch() -> None:
     code = (
         "import sys; import relax.config, relax.config.checks, relax.config.machine, relax.launch.cli, relax.logs.cli; "

@@ -94,7 +94,7 @@ def test_config_yaml_holds_what_was_resolved(topology: Write) -> None:
 
 def test_config_yaml_can_be_read_back_as_options(topology: Write) -> None:
     resolved = load([], topology(rm_type=None, custom_rm_path="a:b # c"))
-    assert Options(**yaml.safe_load(resolved.config_yaml())).shared() == resolved.options.shared()
+    assert Options(**yaml.safe_load(resolved.config_yaml())) == resolved.options
 
 
 def test_without_a_topology_flags_alone_decide() -> None:
