@@ -128,12 +128,15 @@ def _clip(
     ratio: Tensor, A: Tensor, eps_low: float | Tensor, eps_high: float | Tensor, eps_c: float | None
 ) -> TokenLoss:
     penalty = -A
-    unclipped = ratio * penalty
-    # The bounds may be 0-d tensors on the device (M2PO).
-    clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * penalty  # type: ignore[arg-type]
-    loss = torch.maximum(unclipped, clipped)
+    loss = ratio * penalty
+    # A clipped token has no gradient: its ratio lies outside the bounds. So the clipped branch needs no graph, which
+    # halves the time of the backward pass. The bounds may be 0-d tensors on the device (M2PO).
+    with torch.no_grad():
+        bounded = ratio.clamp(1 - eps_low, 1 + eps_high) * penalty  # type: ignore[arg-type]
+        clipped = bounded > loss
+    loss = torch.where(clipped, bounded, loss)
     if eps_c is not None:
         if eps_c <= 1:
             raise ValueError(f"eps_clip_c = {eps_c}: the dual clip needs a bound above 1")
         loss = torch.where(A < 0, torch.minimum(loss, eps_c * penalty), loss)
-    return TokenLoss(loss, (clipped > unclipped).to(loss.dtype))
+    return TokenLoss(loss, clipped.to(loss.dtype))
