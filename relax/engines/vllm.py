@@ -129,8 +129,13 @@ class VllmEngine:
             disable_log_stats=True,
             **device_arguments(self._facts, self._max_model_len),
         )
+        if self._closing:
+            return
         # Kept here alone: whatever else held it would run its finalizer after the interpreter has begun to end.
         self._llm = AsyncLLM.from_engine_args(arguments)
+        if self._closing:
+            self._llm.shutdown(timeout=0)
+            self._llm = None
 
     def _process_ended(self, fd: int) -> None:
         process = self._watched.pop(fd)
@@ -205,8 +210,16 @@ class VllmEngine:
             hold = together and not self._paused and len(requests) > 1
             if hold:
                 await self._control(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            futures: list[asyncio.Future[Result]] = []
             try:
-                return [await self._add(request) for request in requests]
+                for request in requests:
+                    futures.append(await self._add(request))
+                return futures
+            except BaseException:
+                # All or none: nobody would wait for those that were queued before the one that failed.
+                for future in futures:
+                    future.cancel()
+                raise
             finally:
                 if hold:
                     await self._control(self._llm.engine_core.resume_scheduler_async())

@@ -15,6 +15,14 @@ from relax.weights.store import ChunkStore
 
 PR_SET_PDEATHSIG = 1
 
+CHATTY = (
+    # Warns at every load of layers without weights of their own; `load_in_place` checks what was left out.
+    "vllm.model_executor.model_loader.reload.layerwise",
+    # Warns at every load of every tensor whose dtype is not the engine's; the cast is what is wanted.
+    "vllm.model_executor.models.utils",
+)
+"""Loggers of vLLM whose warnings would fill the log with each version."""
+
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when the thread that started it ends.
@@ -77,8 +85,8 @@ def load_in_place(model: Any, weights: Any, vllm_config: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     wanted = {name for name, _ in model.named_parameters()}
-    # It warns of every layer that has nothing to load; what was left out is checked below.
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
     with set_current_vllm_config(vllm_config):
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)

@@ -120,7 +120,7 @@ def test_start_that_fails_says_where_the_cause_is(tmp_path: Path, architecture, 
         finally:
             await engine.shutdown()
 
-    with pytest.raises(EngineError, match=rf"did not start.*{message}"):
+    with pytest.raises(EngineError, match=rf"(?s)did not start.*{message}"):
         asyncio.run(start())
 
 

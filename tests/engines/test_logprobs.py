@@ -92,3 +92,19 @@ def test_greedy_is_the_most_likely_token(untied: Rig) -> None:
     (result,) = untied.generate(request("greedy", temperature=0.0))
     other = untied.generate(request("greedy2", temperature=0.0, seed=99))[0]
     assert np.array_equal(result.token_ids, other.token_ids)
+
+
+@pytest.mark.long
+def test_bf16_engine_serves_fp32_weights_as_a_bf16_model_would(tmp_path) -> None:
+    rig = Rig(tmp_path, "qwen3", True, asyncio.new_event_loop, dtype="bfloat16")
+    try:
+        rig.load(rig.publish(71))
+        (result,) = rig.generate(request("b"))
+        halved = models.make_model(tmp_path / "half", seed=71)
+        expected = models.reference_logprobs(halved.bfloat16(), prompt(), result.token_ids).numpy()
+        assert np.abs(expected - result.logprobs).mean() < 0.05  # bf16 against bf16: another order of sums
+        full = models.make_model(tmp_path / "full", seed=72)
+        other = models.reference_logprobs(full, prompt(), result.token_ids).numpy()
+        assert np.abs(other - result.logprobs).mean() > 0.5
+    finally:
+        rig.close()

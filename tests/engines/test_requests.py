@@ -130,6 +130,18 @@ def test_two_running_requests_cannot_share_an_id(tied: Rig) -> None:
     assert "twin is already running" in str(second)
 
 
+def test_submission_is_queued_whole_or_not_at_all(tied: Rig) -> None:
+    async def scenario() -> None:
+        good = [request(f"part{i}", max_tokens=200) for i in range(3)]
+        with pytest.raises(RequestRefused, match="part0 is already running"):
+            await tied.engine.submit([*good, request("part0")], together=True)
+        await asyncio.sleep(0.05)
+        assert tied.engine.running == 0
+        await tied.engine.generate(request("part0", max_tokens=2))
+
+    tied.run(scenario())
+
+
 def test_loading_under_running_samples_is_refused(tied: Rig) -> None:
     async def scenario() -> None:
         (future,) = await tied.engine.submit([request("busy", max_tokens=100)])

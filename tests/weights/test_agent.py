@@ -108,7 +108,7 @@ def test_wrong_chunk_is_refused_with_its_source_named(trainer: ChunkStore, node:
     async def fetch(version: int, digest: str) -> bytes:
         return change(trainer.read_chunk(digest))
 
-    with pytest.raises(DigestMismatch, match=r"chunk 0 from node two"):
+    with pytest.raises(DigestMismatch, match=r"b, chunk \d from node two|[ac], chunk 0 from node two"):
         asyncio.run(WeightAgent(node, fetch, "node two").ensure(publish(trainer, 0), deadline=5))
     assert node.manifests() == []
 
