@@ -3,18 +3,19 @@
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def enter() -> None:
-    """Starts over in .venv when there is one and this is another Python; otherwise makes `relax` importable, here and
-    in child processes."""
-    venv = ROOT / ".venv"
-    python = venv / "bin" / "python"
-    if python.exists() and Path(sys.prefix).resolve() != venv.resolve():
-        os.execv(python, [str(python), *sys.argv])
-    sys.path[0] = str(ROOT)
+def run(module: str) -> NoReturn:
+    """Becomes `python -m module` with the same arguments, in .venv when there is one.
+
+    As a module, because worker processes that start by spawning import the main module again, and must be able to.
+    """
+    python = ROOT / ".venv" / "bin" / "python"
+    chosen = str(python) if python.exists() else sys.executable
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(ROOT) not in known:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, known)])
+    os.execv(chosen, [chosen, "-m", module, *sys.argv[1:]])

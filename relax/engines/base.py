@@ -17,15 +17,15 @@ class EngineError(Exception):
     """An engine could not do what was asked. The message names the engine, the request or the weights."""
 
 
-class RequestRefused(EngineError):  # noqa: N818 - named for what happened
+class RequestRefused(EngineError):
     """The request cannot be served as it is (length, token ids, parameters): asking again will not help."""
 
 
-class BadResult(EngineError):  # noqa: N818
+class BadResult(EngineError):
     """The engine answered with something that must not be trained on (a log-prob that is None or NaN, ...)."""
 
 
-class EngineDied(EngineError):  # noqa: N818
+class EngineDied(EngineError):
     """The engine's process is gone. Its samples were lost, none of them was rejected."""
 
 

@@ -1,5 +1,6 @@
 """relax-launch: checks a run, starts its services on this node, shows its progress and clears up after it."""
 
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from relax.launch.plan import Command, describe, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
 from relax.launch.rundir import RunDir, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
+from relax.protocol.errors import PeerSilent
+from relax.protocol.hello import ask_run_id
 
 REFUSED = 2
 
@@ -74,11 +77,13 @@ def _refuse(violations: Sequence[Violation]) -> int:
 def _launch(resolved: Resolved, given: Given, command: Command) -> int:
     assert resolved.topology is not None
     options = resolved.options
-    path = options.run_dir or numbered(resolved.topology.directory, options.run_name)
     try:
-        run = RunDir.create(path, config=resolved.config_yaml(), topology=resolved.topology_text)
+        run = _open_run(resolved, given.own.node)
     except ConfigError as refused:
         return _refuse(refused.violations)
+    except PeerSilent as silent:
+        print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
+        return 1
     plans = plan(resolved, run, given.own.node, given.options, command)
     print(f"run directory: {run.path}")
     print(f"services: {', '.join(process.name for process in plans)}", flush=True)
@@ -89,6 +94,27 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
         outcome = supervisor.run()
         view.tick(supervisor.children)
     return _report(run, outcome)
+
+
+def _open_run(resolved: Resolved, node: str | None) -> RunDir:
+    """A new run on the controller's node; the controller's own on any other."""
+    topology, options = resolved.topology, resolved.options
+    assert topology is not None
+    config, text = resolved.config_yaml(), resolved.topology_text
+    if any(service.role == "controller" for service in topology.on(node)):
+        path = options.run_dir or numbered(topology.directory, options.run_name)
+        return RunDir.create(path, config=config, topology=text)
+    assert topology.controller is not None  # checked: a topology of several hosts names its controller's endpoint
+    print(f"waiting for the controller at {topology.controller}", flush=True)
+    run_id = asyncio.run(ask_run_id(topology.controller, options.startup_timeout))
+    return RunDir.join(
+        options.run_dir,
+        run_id,
+        name=options.run_name,
+        directory=topology.directory,
+        config=config,
+        topology=text,
+    )
 
 
 def _report(run: RunDir, outcome: Outcome) -> int:

@@ -16,28 +16,32 @@ TAIL_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class FirstError:
+    """`text` is one line; `details` (a traceback, the last output) may be many or none."""
+
     time: datetime
     service: str
     text: str
+    details: str
     file: Path
 
     def __str__(self) -> str:
-        lines = "\n".join("    " + line for line in self.text.splitlines())
-        return f"first error of the run: {self.service} at {self.time:%H:%M:%S.%f} UTC ({self.file})\n{lines}"
+        """The details above, the line that tells what happened last."""
+        lines = "".join(f"    {line}\n" for line in self.details.splitlines())
+        return f"{lines}first error of the run: {self.service} at {self.time:%H:%M:%S} UTC: {self.text} ({self.file})"
 
 
-def first_error(run: RunDir, ended_at: Mapping[str, datetime], failed: tuple[str, ...] = ()) -> FirstError | None:
-    """The earliest error record of all logs, or what a failed service that logged none wrote to its output.
+def first_error(run: RunDir, ended_at: Mapping[str, datetime], failed: Mapping[str, str]) -> FirstError | None:
+    """The earliest error record of all logs, or the end of a failed service that logged none.
 
-    `ended_at` has the end of each process; one that died before it could log an error is known by its output alone.
+    `ended_at` has the end of each process, `failed` how those to blame ended. One that died before it could log an
+    error is known by that and by its output.
     """
     found = list(_logged(run))
     have_logged = {error.service for error in found}
-    for service in failed:
+    for service, how in failed.items():
         if service not in have_logged and service in ended_at:
             file = run.out(service)
-            text = tail(file) or "(it wrote nothing)"
-            found.append(FirstError(ended_at[service], service, text, file))
+            found.append(FirstError(ended_at[service], service, how, tail(file), file))
     return min(found, key=lambda error: error.time, default=None)
 
 
@@ -54,9 +58,9 @@ def tail(file: Path) -> str:
 def _logged(run: RunDir) -> Iterator[FirstError]:
     for file in sorted(run.logs_dir.glob("*.jsonl")):
         for record in _errors(file):
-            yield FirstError(
-                datetime.fromisoformat(record["time"]), str(record.get("service", file.stem)), message(record), file
-            )
+            text, _, details = message(record).partition("\n")
+            time = datetime.fromisoformat(record["time"])
+            yield FirstError(time, str(record.get("service", file.stem)), text, details, file)
             break
 
 

@@ -6,7 +6,6 @@ Standard library only: the guard imports this and must start at once.
 import fcntl
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 SHM_ROOT = Path("/dev/shm")
@@ -14,25 +13,41 @@ SHM_ROOT = Path("/dev/shm")
 LONGEST_RUNTIME_DIR = 60
 
 
-def make_runtime_dir() -> Path:
-    """A new directory of mode 0700 for sockets, with a short path."""
+def places_of(run_id: str) -> tuple[Path, Path]:
+    """Where a run's sockets (a short path) and its shared memory are on this host, whoever asks."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
-    usable = base and len(base) < LONGEST_RUNTIME_DIR - 16 and os.access(base, os.W_OK | os.X_OK)
-    return Path(tempfile.mkdtemp(prefix="relax-", dir=base if usable else "/tmp"))
+    usable = base and len(base) < LONGEST_RUNTIME_DIR - 24 and os.access(base, os.W_OK | os.X_OK)
+    return Path(base if usable else "/tmp") / f"relax-{run_id}", SHM_ROOT / f"relax-{run_id}"
 
 
-def make_shm_dir(run_id: str) -> Path:
-    """A new directory of mode 0700 in shared memory."""
-    place = SHM_ROOT / f"relax-{run_id}"
-    place.mkdir(mode=0o700)
-    return place
+def enter(runtime_dir: Path, shm_dir: Path) -> int:
+    """Makes both places (mode 0700) where they are missing and takes part in the run on this host.
+
+    The returned file descriptor holds a shared lock on `runtime_dir` until it is closed or its process dies. Raises
+    PermissionError when a place belongs to somebody else.
+    """
+    while True:
+        for place in (runtime_dir, shm_dir):
+            place.mkdir(mode=0o700, exist_ok=True)
+            if place.stat().st_uid != os.getuid():
+                raise PermissionError(f"{place} belongs to another user")
+        try:
+            fd = os.open(runtime_dir, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # the last one went out between the two lines
+            continue
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is(fd, runtime_dir):
+            shm_dir.mkdir(mode=0o700, exist_ok=True)
+            return fd
+        os.close(fd)
 
 
-def lock(directory: Path) -> int:
-    """A shared lock on `directory`, held by the returned file descriptor until it is closed or its process dies."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return fd
+def _is(fd: int, directory: Path) -> bool:
+    """Whether `directory` is still the one that was opened as `fd`."""
+    try:
+        return os.fstat(fd).st_ino == directory.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def try_lock(fd: int) -> bool:

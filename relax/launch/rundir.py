@@ -26,7 +26,7 @@ import yaml
 
 from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
-from relax.launch.places import lock, make_runtime_dir, make_shm_dir, remove_if_dead, try_lock
+from relax.launch.places import enter, places_of, remove_if_dead, try_lock
 
 
 class RunDir:
@@ -128,7 +128,26 @@ class RunDir:
             differences = list(_differences(run.config, config))
             if differences:
                 raise ConfigError(differences)
-            run._member = lock(run.runtime_dir)
+            run._member = enter(run.runtime_dir, run.shm_dir)
+            return run
+
+    @classmethod
+    def join(
+        cls, path: Path | None, run_id: str, *, name: str, directory: Path, config: str = "", topology: str = ""
+    ) -> "RunDir":
+        """Takes part in run `run_id`, whose own directory is with its controller, perhaps on another host.
+
+        Logs and samples of this host's services go to `path`, by default `<directory>/<name>-<run_id>`. Raises
+        ConfigError when `path` holds another run.
+        """
+        path = (path or directory / f"{name}-{run_id}").absolute()
+        with _creating(path):
+            if not (path / "runtime.json").is_file():
+                return cls._open(path, config, topology, run_id)
+            run = cls.load(path)
+            if run.run_id != run_id:
+                raise ConfigError([_refusal(path, f"it holds run {run.run_id}, the controller's is {run_id}")])
+            run._member = enter(run.runtime_dir, run.shm_dir)
             return run
 
     @classmethod
@@ -161,13 +180,12 @@ class RunDir:
         return False
 
     @classmethod
-    def _open(cls, path: Path, config: str, topology: str) -> "RunDir":
+    def _open(cls, path: Path, config: str, topology: str, run_id: str = "") -> "RunDir":
         if refused := refusals(path):
             raise ConfigError(refused)
-        run_id = secrets.token_hex(6)
-        runtime_dir = make_runtime_dir()
-        shm_dir = make_shm_dir(run_id)
-        run = cls(path, run_id, runtime_dir, shm_dir, lock(runtime_dir))
+        run_id = run_id or secrets.token_hex(6)
+        runtime_dir, shm_dir = places_of(run_id)
+        run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir))
         for folder in (run.logs_dir, run.samples_dir, run.weights_dir):
             folder.mkdir(exist_ok=True)
         run.config.write_text(config)

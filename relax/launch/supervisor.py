@@ -50,11 +50,12 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. `code` is the launcher's exit code; `failed` the services that are to blame, earliest first."""
+    """How a run ended. `code` is the launcher's exit code; `failed` the services that are to blame, earliest first,
+    and how each of them ended."""
 
     code: int
     text: str
-    failed: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
     ended_at: dict[str, datetime] = field(default_factory=dict)
 
 
@@ -130,8 +131,8 @@ class Supervisor:
             if controller is None and not running:
                 return Outcome(0, "every service of this node has ended")
             if controller is not None and (early := self._ended_too_early()):
-                text = f"{early[0].name} ended {self.peer_timeout:g} s ago and the run goes on without it"
-                return Outcome(1, text, tuple(child.name for child in early))
+                how = f"ended {self.peer_timeout:g} s ago and the run goes on without it"
+                return Outcome(1, f"{early[0].name} {how}", dict.fromkeys((child.name for child in early), how))
             self.tick(self.children)
             time.sleep(POLL_SECONDS)
 
@@ -161,7 +162,7 @@ class Supervisor:
 
     def _failure(self, failed: Sequence[Child]) -> Outcome:
         text = "; ".join(f"{child.name} {child.how()}" for child in failed)
-        return Outcome(1, text, tuple(child.name for child in failed))
+        return Outcome(1, text, {child.name: child.how() for child in failed})
 
     def _ended_too_early(self) -> list[Child]:
         now = datetime.now(UTC)

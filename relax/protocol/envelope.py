@@ -29,6 +29,9 @@ MAGIC: Final = b"Rx\x01"
 TELL, ASK, PROBE, SETTLED, ACK, REPLY, NOTHING, ERROR, REFUSED = range(1, 10)
 NAMES: Final = ("", "tell", "ask", "probe", "settled", "ack", "reply", "nothing", "error", "refused")
 
+# The run id of a mailbox that does not know its run yet; it may only ask what is open to strangers.
+STRANGER: Final = ""
+
 # TELL: acknowledge at once. ACK: a message was missing, repeat from `number`. REFUSED: nothing from you is acceptable.
 URGENT: Final = 1
 

@@ -1,4 +1,4 @@
-# ruff: noqa: N818 -- these read as what happened to a peer, not as FooError
+
 """What can go wrong between two services, each with the peer, the message kind and the reason in its text."""
 
 

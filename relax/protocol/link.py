@@ -24,6 +24,7 @@ from relax.protocol.envelope import (
     REFUSED,
     REPLY,
     SETTLED,
+    STRANGER,
     TELL,
     URGENT,
     Envelope,
@@ -238,7 +239,7 @@ class Link:
             if envelope.act == REFUSED:
                 self._refused(envelope)
                 return
-            if (envelope.run_id, envelope.lineage) != (core.run_id, core.lineage):
+            if core.run_id != STRANGER and (envelope.run_id, envelope.lineage) != (core.run_id, core.lineage):
                 raise Refused("run", "an answer from another run or lineage", field="run_id")
             self.heard = core.loop.time()
             if isinstance(self.peer, str) or self.peer.incarnation != envelope.incarnation:

@@ -6,7 +6,7 @@ are repeated until they are acknowledged or answered, across a peer that binds l
 restarted peer may see again what its predecessor took and did not acknowledge, so whatever matters carries a lease and
 is accepted by compare-and-set. Asks and tells are not ordered among each other.
 
-A mailbox belongs to the event loop that started it. `thread.py` is the same for code without one.
+A mailbox belongs to the event loop that started it.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import zmq
 from relax.protocol.codec import schema_of
 from relax.protocol.core import Bounds, Core, log
 from relax.protocol.endpoint import Binding
-from relax.protocol.envelope import PROBE, REFUSED, URGENT, Envelope, Peer, head, parse
+from relax.protocol.envelope import PROBE, REFUSED, STRANGER, URGENT, Envelope, Peer, head, parse
 from relax.protocol.errors import MailboxClosed, Refused
 from relax.protocol.faults import Faults
 from relax.protocol.inlet import Handler, Inlet, Route
@@ -63,9 +63,10 @@ class Mailbox:
         self.failed: asyncio.Future[None]
         self._endpoint = ""
         self._routes: dict[type, Route] = {}
+        self._open_routes: dict[type, Route] = {}
         self._links: dict[str, Link] = {}
         self._link_numbers = 0
-        self._inlets: dict[tuple[str, str], Inlet] = {}
+        self._inlets: dict[tuple[str, str, str], Inlet] = {}
         self._core: Core | None = None
         self._pump: Pump | None = None
         self._binding: Binding | None = None
@@ -102,17 +103,27 @@ class Mailbox:
             raise MailboxClosed(f"mailbox {self.name} has no endpoint before start()")
         return self._endpoint
 
-    def on(self, message: type, handler: Handler, *, tolerate: tuple[type[Exception], ...] = ()) -> None:
+    def on(
+        self,
+        message: type,
+        handler: Handler,
+        *,
+        tolerate: tuple[type[Exception], ...] = (),
+        strangers: bool = False,
+    ) -> None:
         """Handle a message class with `await handler(message, sender)`.
 
         For a tell the result is ignored; an exception sets `failed`, unless it is one of `tolerate` (counted, logged).
         For an ask the result, a message or None, is the reply; an exception is raised at the asker as PeerError.
         A message without a handler is refused and its sender told so: register before peers can know the endpoint.
+        `strangers` may send it too: mailboxes that do not know their run yet (run id "").
         """
         schema_of(message)
         if message in self._routes:
             raise ValueError(f"mailbox {self.name} handles {message.__name__} already")
         self._routes[message] = Route(handler, tolerate)
+        if strangers:
+            self._open_routes[message] = self._routes[message]
 
     async def tell(self, to: str | Peer, message: Any, deadline: float | None = None) -> None:
         """Deliver a message and return when the peer acknowledged that it accepted it.
@@ -309,6 +320,8 @@ class Mailbox:
             raise
 
     def _check_run(self, core: Core, envelope: Envelope, route: bytes) -> None:
+        if envelope.run_id == STRANGER and self._open_routes:
+            return
         if envelope.run_id != self.run_id:
             refused = Refused("run", f"run id {envelope.run_id!r} is not the run of this mailbox", field="run_id")
         elif envelope.lineage != self.lineage:
@@ -324,12 +337,13 @@ class Mailbox:
         raise refused
 
     def _inlet(self, core: Core, envelope: Envelope, peer: Peer) -> Inlet:
-        key = (envelope.name, envelope.incarnation)
+        key = (envelope.run_id, envelope.name, envelope.incarnation)
         inlet = self._inlets.get(key)
         if inlet is None:
             if len(self._inlets) >= self.bounds.peers:
                 self._make_room()
-            inlet = self._inlets[key] = Inlet(core, peer, envelope.link, self._routes, self._send, self._fail)
+            routes = self._routes if envelope.run_id == self.run_id else self._open_routes
+            inlet = self._inlets[key] = Inlet(core, peer, envelope.link, routes, self._send, self._fail)
         elif envelope.link > inlet.link:
             inlet.relink(envelope.link)
         elif envelope.link < inlet.link:

@@ -34,6 +34,19 @@ class Member:
 # --- membership ------------------------------------------------------------------------------------------------------
 
 
+# stranger -> controller, from a host that knows the controller's endpoint alone. Reply: Welcome.
+@message
+class Hello:
+    pass
+
+
+# controller -> stranger, reply to Hello.
+@message
+class Welcome:
+    run_id: str
+    lineage: int
+
+
 # service -> controller, first thing after its mailbox is bound; asked again until the controller is there.
 # Reply: Registered.
 @message

@@ -19,6 +19,7 @@ from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
 from relax.services.service import Context, Service
 from relax.services.trainer import IDLE_SECONDS, Leader, Trainer
+from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
 
@@ -51,7 +52,11 @@ class Actor(Service):
         self._leader = Leader(trainer)
         self.store = ChunkStore(self.run.shm_dir, create=True)
         self.publisher = Publisher(
-            self.store, run_id=self.run.run_id, lineage=self.lineage, manifests=self.run.weights_dir
+            self.store,
+            run_id=self.run.run_id,
+            lineage=self.lineage,
+            manifests=self.run.weights_dir,
+            expected=checkpoint_shapes(self.options.hf_checkpoint),
         )
         self.log.info("model_built", parameters=trainer.policy.num_parameters)
         await self._publish()

@@ -16,6 +16,7 @@ from typing import Any
 from relax.config.resolve import Resolved, load
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
+from relax.launch.sweep import MARK
 
 # role -> module and class of its service; imported only by the process that is it.
 SERVICES = {
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", help="which service of the topology (default: the only one of its role)")
     known, flags = parser.parse_known_args(arguments)
     try:
-        resolved = load(flags, known.topology)
+        resolved = load(flags, known.topology, machine=MARK not in os.environ)
         entry = _entry(resolved, known.role, known.name)
         if known.role in RANKED and "RANK" not in os.environ:
             _become_torchrun(resolved, entry, arguments)

@@ -28,6 +28,7 @@ from relax.protocol.messages import (
     GroupOrder,
     Heartbeat,
     HeartbeatReceived,
+    Hello,
     Lease,
     Members,
     Published,
@@ -42,6 +43,7 @@ from relax.protocol.messages import (
     Shutdown,
     Started,
     Trained,
+    Welcome,
 )
 from relax.services.draws import Draw, Draws
 from relax.services.registry import Registry
@@ -83,6 +85,7 @@ class Controller(Service):
         self._open_for_members = asyncio.Event()
 
     def handlers(self) -> dict[type, Any]:
+        self.mailbox.on(Hello, self.on_hello, strangers=True)
         return {
             Register: self.on_register,
             Heartbeat: self.on_heartbeat,
@@ -131,6 +134,9 @@ class Controller(Service):
             await asyncio.to_thread(self.stream.close)
 
     # --- members -----------------------------------------------------------------------------------------------------
+
+    async def on_hello(self, message: Hello, sender: Any) -> Welcome:
+        return Welcome(self.run.run_id, self.lineage)
 
     async def on_register(self, message: Register, sender: Any) -> Registered:
         await self._open_for_members.wait()

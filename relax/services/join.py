@@ -1,35 +1,39 @@
-"""How a service process finds its run: in a directory on this host, or by asking a controller over TCP."""
+"""How a process finds its run: in a directory on this host, or by asking a controller over TCP."""
+
+import asyncio
 
 from relax.config.resolve import Resolved
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
 from relax.launch.rundir import RunDir
+from relax.protocol.hello import ask_run_id
 from relax.services.service import Context
 
 
 def join_run(resolved: Resolved, entry: Entry) -> Context:
-    """The context of a service. Raises ConfigError when neither a run directory nor a controller is named."""
+    """The context of a service. Raises ConfigError when neither a run directory nor a controller is named, PeerSilent
+    when the controller does not answer within the startup timeout."""
     o, topology = resolved.options, resolved.topology
     assert topology is not None
-    if o.run_dir is None:
-        raise ConfigError(
-            [
-                Violation(
-                    "--run-dir",
-                    None,
-                    "is needed by a service started alone",
-                    "Give every service of the run the same --run-dir, or over TCP the --controller.",
-                )
-            ]
-        )
-    run = RunDir.create_or_join(
-        o.run_dir, config=resolved.config_yaml(), topology=resolved.topology_text, deadline=o.startup_timeout
-    )
+    endpoint = o.controller or topology.controller
+    config, text = resolved.config_yaml(), resolved.topology_text
+    if o.run_dir is not None:
+        run = RunDir.create_or_join(o.run_dir, config=config, topology=text, deadline=o.startup_timeout)
+    elif entry.role == "controller":
+        run = RunDir.create(None, name=o.run_name, directory=topology.directory, config=config, topology=text)
+        print(f"run directory: {run.path}", flush=True)
+    elif endpoint is not None:
+        run_id = asyncio.run(ask_run_id(endpoint, o.startup_timeout))
+        run = RunDir.join(None, run_id, name=o.run_name, directory=topology.directory, config=config, topology=text)
+    else:
+        problem = "is needed by a service started alone"
+        fix = "Give every service of the run the same --run-dir, or over TCP the --controller."
+        raise ConfigError([Violation("--run-dir", None, problem, fix)])
     return Context(
         name=entry.name,
         options=o,
         run=run,
         node=entry.node or "",
-        controller=o.controller or topology.controller or run.endpoint("controller"),
+        controller=endpoint or run.endpoint("controller"),
         host=topology.address(entry),
     )

@@ -1,7 +1,8 @@
 """The reward service: scores the samples of a group in killable child processes.
 
 Receives `Score` from rollout, decodes the responses, asks the pool, sends `Scored` to advantages and `RewardDone` to
-the controller. A sample that could not be scored rejects its group with the function and the sample named: it is never 0.
+the controller. A sample that could not be scored rejects its group, with the function and the sample named: it is
+never 0.
 """
 
 import asyncio

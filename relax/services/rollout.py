@@ -33,6 +33,7 @@ from relax.protocol.tensors import FINISH_LENGTH, FINISH_STOP, SampledGroup
 from relax.services.seeds import sample_seed
 from relax.services.service import Context, Service, ServiceError
 from relax.weights.agent import WeightAgent
+from relax.weights.errors import Superseded
 from relax.weights.manifest import Manifest
 
 
@@ -155,21 +156,29 @@ class Rollout(Service):
             self._announced.clear()
             assert self.newest is not None
             # Whatever was announced while the replica drained, the newest is loaded and the others are skipped.
-            await self._load(self.newest)
-            if not self._announced.is_set():
+            loaded = await self._load(self.newest)
+            if loaded and not self._announced.is_set():
                 self._admission.set()
 
-    async def _load(self, manifest: Manifest) -> None:
+    async def _load(self, manifest: Manifest) -> bool:
+        """Whether the engine serves `manifest` now."""
         tag, started = manifest.tag, time.monotonic()
         self.counters["wait/groups"] += started - self._idle_since
         self.activity = f"loading version {tag.version}"
-        await self.agent.ensure(manifest, deadline=self.options.peer_timeout)
-        await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
+        try:
+            await self.agent.ensure(manifest, deadline=self.options.peer_timeout)
+            await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
+        except Superseded:
+            # The store has moved past it already; the announcement of the newer one is on its way.
+            self.log.info("version_overtaken", version=tag.version)
+            self._idle_since = time.monotonic()
+            return False
         self._idle_since = time.monotonic()
         self.counters["wait/weights"] += self._idle_since - started
         self.activity = "waiting for groups"
         self.report(Serving(tag.version, self.options.rollout_credit))
         self.log.info("weights_loaded", version=tag.version, seconds=round(self._idle_since - started, 3))
+        return True
 
     async def _fetch_chunk(self, version: int, digest: str) -> np.ndarray | None:
         actor = await self.member("actor")

@@ -38,8 +38,9 @@ from relax.protocol.messages import (
 from relax.protocol.security import Security
 
 HEARTBEAT_SECONDS = 0.5
-# How long a service may take to let go of what it holds once it was told to end.
-RELEASE_SECONDS = 8.0
+# How long a service may take to say its last words, and again to let go of what it holds. The launcher, which promises
+# an end within 10 s, allows for both.
+RELEASE_SECONDS = 2.5
 
 
 class ServiceError(Exception):

@@ -40,10 +40,12 @@ class Trainer:
 
     def train(self, batch: Arrays) -> dict[str, Metric]:
         """All optimizer steps of one rollout batch (arrays of TrainTensors), and what they measured."""
-        arrays = dict(batch)
+        arrays, metrics = dict(batch), Metrics()
         if proximal_source(self.spec, self.options) == "recomputed":
             arrays["proximal_logprobs"] = self.policy.logprobs(arrays)
-        metrics = Metrics()
+            apart = np.abs(arrays["proximal_logprobs"] - arrays["behaviour_logprobs"])[arrays["loss_mask"].astype(bool)]
+            # In lockstep this is what the engine and the trainer disagree by under equal weights.
+            metrics.max("train/train_rollout_logprob_abs_diff_max", apart.max(initial=0.0))
         size = -(-batches.num_samples(arrays) // self.options.num_steps_per_rollout)
         for part in batches.split(arrays, size):
             self._step(part, metrics)

@@ -1,6 +1,6 @@
 """What can be wrong with a set of weights, one class per thing a caller may want to act on."""
 
-# ruff: noqa: N818 - named for what happened, as in `except Superseded`
+
 
 
 class WeightError(Exception):

@@ -149,8 +149,8 @@ def test_a_service_that_dies_ends_the_run_and_its_error_is_printed_last(launch: 
     ).end()
     assert code == 1
     assert "failed: rollout-0 ended with exit code 3" in err
-    assert "first error of the run: rollout-0" in err
-    assert err.rstrip().splitlines()[-1].strip() == "engine_lost  batch=3"
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("first error of the run: rollout-0") and "engine_lost  batch=3" in last
     assert launch.nothing_is_left()
 
 
@@ -159,13 +159,16 @@ def test_the_earliest_error_is_printed_even_when_another_service_died_of_it(laun
         actor="log=disk_full sleep=600", reward_0="sleep=0.5 log=no_answer_from_actor exit=1"
     ).end()
     assert code == 1 and "failed: reward-0" in err
-    assert err.rstrip().splitlines()[-1].strip() == "disk_full  batch=3"
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("first error of the run: actor") and "disk_full  batch=3" in last
 
 
 def test_a_service_that_dies_without_a_log_is_known_by_its_output(launch: Launch) -> None:
     code, _, err = launch.start(advantages="say=no_module_named_x exit=1").end()
     assert code == 1 and "failed: advantages ended with exit code 1" in err
-    assert err.rstrip().splitlines()[-1].strip() == "no_module_named_x"
+    *_, said, last = err.rstrip().splitlines()
+    assert said.strip() == "no_module_named_x"
+    assert last.startswith("first error of the run: advantages") and "ended with exit code 1" in last
 
 
 def test_a_service_killed_by_a_signal_is_named_with_it(launch: Launch) -> None:

@@ -1,0 +1,52 @@
+"""Runs that several tests look at are made once."""
+
+from pathlib import Path
+
+import pytest
+import tiny_run
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+@pytest.fixture(scope="session")
+def lockstep(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
+    """Six batches in lockstep: a tied model, temperature 0.7."""
+    return tiny_run.launch(tmp_path_factory.mktemp("lockstep"), rollout_temperature=0.7)
+
+
+@pytest.fixture(scope="session")
+def lockstep_again(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
+    """The same run once more."""
+    return tiny_run.launch(tmp_path_factory.mktemp("again"), rollout_temperature=0.7)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
+    """Six batches in lockstep: an untied model, temperature 1."""
+    folder = tmp_path_factory.mktemp("untied")
+    return tiny_run.launch(folder, hf_checkpoint=str(untie(folder / "model")))
+
+
+@pytest.fixture(scope="session")
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
+    """Twelve batches with staleness up to 2, two rollout replicas, two ranks of the actor."""
+    return tiny_run.launch(
+        tmp_path_factory.mktemp("asynchronous"),
+        services={"rollout": {"replicas": 2}, "actor": {"ranks": 2, "tensor_parallel_size": 2}},
+        max_staleness=2,
+        use_tis=True,
+        num_rollout=12,
+    )
+
+
+def untie(directory: Path) -> Path:
+    """The tiny model with an output layer of its own, far from the embedding."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_run.TINY, dtype=torch.float32)
+    model.config.tie_word_embeddings = False
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict(), strict=False)
+    torch.manual_seed(3)
+    copy.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+    copy.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tiny_run.TINY).save_pretrained(directory)
+    return directory
