@@ -106,6 +106,14 @@ def split(batch: Batch, samples: int) -> Iterator[dict[str, np.ndarray]]:
         yield select(batch, start, min(start + samples, num_samples(batch)))
 
 
+def steps(batch: Batch, count: int) -> Iterator[dict[str, np.ndarray]]:
+    """The contiguous parts of a rollout batch that its `count` optimizer steps take, for every model that trains on it.
+
+    A short last batch may give fewer parts than `count`.
+    """
+    return split(batch, -(-num_samples(batch) // count))
+
+
 def share(samples: int, rank: int, ranks: int) -> tuple[int, int]:
     """The contiguous range of samples of a data-parallel rank; shares differ by at most one sample and may be empty."""
     return samples * rank // ranks, samples * (rank + 1) // ranks

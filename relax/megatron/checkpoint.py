@@ -1,10 +1,11 @@
-"""Reading a Hugging Face checkpoint directory: its architecture and, one at a time, its tensors."""
+"""Reading a Hugging Face checkpoint: its architecture and, one at a time, its tensors, from files or from memory."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -101,6 +102,15 @@ def _rope(config: Any, path: Path) -> dict[str, Any]:
     )
 
 
+class Source(Protocol):
+    """Whole tensors under Hugging Face names. `str` of it says where they come from."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, names: Iterable[str]) -> Iterator[torch.Tensor]: ...
+
+
 class Tensors:
     """The safetensors files of a checkpoint, read one tensor at a time."""
 
@@ -123,14 +133,45 @@ class Tensors:
                 with safe_open(file, framework="pt") as opened:
                     self._files.update(dict.fromkeys(opened.keys(), file))
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._files)
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Read from the files' headers."""
+        shapes = {}
+        for file in sorted(set(self._files.values())):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    if self._files.get(name) == file:
+                        shapes[name] = tuple(opened.get_slice(name).get_shape())
+        return shapes
 
     def read(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
         """The tensors of `names`, in order, as stored."""
         for name in names:
-            if name not in self._files:
-                raise CheckpointError(f"{self.path} lacks the tensor {name}")
             with safe_open(self._files[name], framework="pt") as opened:
                 yield opened.get_tensor(name)
+
+
+class Held:
+    """Tensors in memory, or views of it."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], origin: str) -> None:
+        """`origin` says whose they are, in errors. Raises CheckpointError for a name that comes twice."""
+        self.origin = origin
+        self._tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            if name in self._tensors:
+                raise CheckpointError(f"{origin} hold {name} twice")
+            self._tensors[name] = tensor
+
+    def __str__(self) -> str:
+        return self.origin
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, names: Iterable[str]) -> Iterator[torch.Tensor]:
+        return (self._tensors[name] for name in names)

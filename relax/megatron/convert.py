@@ -1,11 +1,13 @@
 """Weights between Hugging Face names and Megatron-Core's, bit-exact both ways, for any tensor and pipeline size.
 
-`mapping` is the one table. Loading reads tensors one parameter at a time; exporting streams whole tensors in the
-table's order and is collective: every rank takes part and every rank gets every tensor.
+`mapping` is the one table of a language model, `value_mapping` that of a value model. Loading reads tensors one
+parameter at a time; exporting streams whole tensors in the table's order and is collective: every rank takes part and
+every rank gets every tensor.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from relax.megatron.checkpoint import Architecture, CheckpointError, Tensors
+from relax.megatron.checkpoint import Architecture, CheckpointError, Source
 from relax.megatron.layout import Columns, Gated, Layout, QueryGroups, Replicated, Vocabulary
 from relax.megatron.parallel import Grid
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"  # what transformers calls it in its sequence classifiers
+_OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +34,31 @@ class Mapping:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     layout: Layout
+    # "copy": loaded, but exported by another entry. "new": exported, but no checkpoint of a language model holds it.
+    origin: Literal["checkpoint", "copy", "new"] = "checkpoint"
 
 
 def mapping(arch: Architecture, stages: int = 1) -> list[Mapping]:
-    """Every parameter of the network, in the order of the network, over so many pipeline stages.
+    """Every parameter of the language model, in the order of the network, over so many pipeline stages.
 
-    A tied output layer has no entry: its weight is the embedding, also where the last pipeline stage keeps a copy.
+    A tied output layer is the embedding itself on a single stage; the last of several keeps a copy.
     """
-    hidden, last = arch.hidden, stages - 1
+    names, shapes = (EMBEDDING if arch.tied else LM_HEAD,), ((arch.vocab, arch.hidden),)
+    table = _trunk(arch, stages)
+    if not arch.tied or stages > 1:
+        origin: Literal["copy", "checkpoint"] = "copy" if arch.tied else "checkpoint"
+        table.append(Mapping(_OUTPUT, stages - 1, names, shapes, Vocabulary(), origin))
+    return table
+
+
+def value_mapping(arch: Architecture, stages: int = 1) -> list[Mapping]:
+    """Every parameter of the value model: the language model's, less its output layer, and the value head."""
+    head = Mapping(_OUTPUT, stages - 1, (VALUE_HEAD,), ((1, arch.hidden),), Replicated(), "new")
+    return [*_trunk(arch, stages), head]
+
+
+def _trunk(arch: Architecture, stages: int) -> list[Mapping]:
+    hidden = arch.hidden
     vocabulary = ((arch.vocab, hidden),)
     table = [Mapping("embedding.word_embeddings.weight", 0, (EMBEDDING,), vocabulary, Vocabulary())]
     per_stage = arch.layers // stages
@@ -53,9 +74,8 @@ def mapping(arch: Architecture, stages: int = 1) -> list[Mapping]:
             )
             for suffix, names, shapes, layout in _layer(arch)
         ]
-    table.append(Mapping("decoder.final_layernorm.weight", last, ("model.norm.weight",), ((hidden,),), Replicated()))
-    if not arch.tied:
-        table.append(Mapping("output_layer.weight", last, (LM_HEAD,), vocabulary, Vocabulary()))
+    norm = ("model.norm.weight",)
+    table.append(Mapping("decoder.final_layernorm.weight", stages - 1, norm, ((hidden,),), Replicated()))
     return table
 
 
@@ -93,31 +113,24 @@ def _layer(arch: Architecture) -> list[_Row]:
 
 
 @torch.no_grad()
-def load(model: GPTModel, tensors: Tensors, arch: Architecture, grid: Grid) -> None:
-    """Fills this rank's part of `model` from a checkpoint, cast to the model's dtype, and marks what is cut.
+def load(
+    model: GPTModel, source: Source, table: list[Mapping], arch: Architecture, grid: Grid, *, exact: bool = False
+) -> None:
+    """Fills this rank's part of `model` from `source`, cast to the model's dtype, and marks what is cut.
 
-    Raises CheckpointError when the checkpoint lacks a tensor, holds one that the network has no place for, or one of
-    another shape than its config says.
+    Parameters that `table` calls new stay as they are. Raises CheckpointError, before anything is changed, when the
+    source lacks a tensor, holds one that the network has no place for, or one of another shape than config.json says.
+    `exact` allows no tensor beside those that are loaded; without it, what transformers would ignore is.
     """
-    table = mapping(arch, grid.pipeline)
-    _check_names(tensors, table, arch)
-    if arch.tied and grid.pipeline > 1:
-        # The last of several stages keeps a copy of a tied embedding as its output layer.
-        copy = ((arch.vocab, arch.hidden),)
-        table.append(Mapping("output_layer.weight", grid.pipeline - 1, (EMBEDDING,), copy, Vocabulary()))
+    _check(source, table, arch, exact)
     parameters = dict(model.named_parameters())
     filled = set()
     for entry in table:
         if entry.stage != grid.pipeline_rank:
             continue
-        whole = list(tensors.read(entry.names))
-        for name, tensor, shape in zip(entry.names, whole, entry.shapes, strict=True):
-            if tuple(tensor.shape) != shape:
-                raise CheckpointError(
-                    f"{tensors.path}: {name} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-                )
         parameter = parameters[entry.parameter]
-        parameter.copy_(entry.layout.cut(whole, arch, grid.tensor_rank, grid.tensor))
+        if entry.origin != "new":
+            parameter.copy_(entry.layout.cut(list(source.read(entry.names)), arch, grid.tensor_rank, grid.tensor))
         _mark(parameter, entry.layout)
         filled.add(entry.parameter)
     if unfilled := parameters.keys() - filled:
@@ -133,16 +146,23 @@ def _mark(parameter: Tensor, layout: Layout) -> None:
         parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
-def _check_names(tensors: Tensors, table: list[Mapping], arch: Architecture) -> None:
-    expected = {name for entry in table for name in entry.names}
-    # Some writers store the tied output layer and the rotary frequencies; transformers ignores both.
-    ignored = {LM_HEAD} if arch.tied else set()
-    unknown = {name for name in tensors.names - expected - ignored if not name.endswith("rotary_emb.inv_freq")}
-    missing = expected - tensors.names
+def _check(source: Source, table: list[Mapping], arch: Architecture, exact: bool) -> None:
+    loaded = [entry for entry in table if entry.origin != "new"]
+    expected = {name: shape for entry in loaded for name, shape in zip(entry.names, entry.shapes, strict=True)}
+    unknown = source.shapes.keys() - expected.keys()
+    if not exact:
+        # Some writers store a tied output layer and the rotary frequencies; and a value model has another head.
+        unknown = {name for name in unknown - {LM_HEAD} if not name.endswith("rotary_emb.inv_freq")}
+    missing = expected.keys() - source.shapes.keys()
     problems = [f"lacks {_list(missing)}"] if missing else []
     problems += [f"holds {_list(unknown)}, which a {arch.model_type} model has no place for"] if unknown else []
     if problems:
-        raise CheckpointError(f"{tensors.path} {' and '.join(problems)}")
+        raise CheckpointError(f"{source}: {' and '.join(problems)}")
+    for name, shape in expected.items():
+        if source.shapes[name] != shape:
+            raise CheckpointError(
+                f"{source}: {name} has shape {list(source.shapes[name])}, config.json says {list(shape)}"
+            )
 
 
 def _list(names: set[str]) -> str:
@@ -151,8 +171,10 @@ def _list(names: set[str]) -> str:
 
 
 @torch.no_grad()
-def export(model: GPTModel, arch: Architecture, grid: Grid, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor) of every tensor, in the order of `mapping`. Collective over the model's ranks.
+def export(
+    model: GPTModel, table: list[Mapping], arch: Architecture, grid: Grid, *, gradients: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor) of every tensor, in the order of `table`. Collective over the model's ranks.
 
     The tensors are new storage on the model's device, so a later optimizer step does not change them. `gradients`
     exports the reduced float32 gradients of the last backward pass instead of the weights.
@@ -160,7 +182,9 @@ def export(model: GPTModel, arch: Architecture, grid: Grid, *, gradients: bool =
     parameters = dict(model.named_parameters())
     device = next(iter(parameters.values())).device
     dtype = torch.float32 if gradients else model.config.params_dtype
-    for entry in mapping(arch, grid.pipeline):
+    for entry in table:
+        if entry.origin == "copy":
+            continue
         if grid.pipeline_rank == entry.stage:
             parameter = parameters[entry.parameter]
             local = parameter.main_grad if gradients else parameter.detach()

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax.megatron import exchange
-from relax.megatron.network import Network
+from relax.megatron.language import LanguageNetwork
 
 SHARD_BYTES = 4 << 30
 
@@ -31,7 +31,7 @@ _COPIED = (
 )
 
 
-def save_hf(network: Network, path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+def save_hf(network: LanguageNetwork, path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, config and the source checkpoint's tokenizer to `path`, which appears when it is complete.
 
     Collective; rank 0 writes, to a directory beside, synced and renamed at the end. Tensors are gathered one at a time;
@@ -92,7 +92,7 @@ def _write_weights(tensors: Iterator[tuple[str, Tensor]], path: Path, shard_byte
     (path / "model.safetensors.index.json").write_text(index_text)
 
 
-def _write_config(network: Network, path: Path) -> None:
+def _write_config(network: LanguageNetwork, path: Path) -> None:
     config = json.loads((network.checkpoint / "config.json").read_text())
     dtype = str(network.config.params_dtype).removeprefix("torch.")
     # transformers 5 writes "dtype" and reads both; older readers know "torch_dtype" alone.

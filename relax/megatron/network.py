@@ -1,9 +1,10 @@
 """One network over the grid: built from a checkpoint, run forward and backward over a batch, given back as tensors.
 
-What a trainer of any kind needs and no more: the policy adds an optimizer; a frozen reference is a network that is not
-trained; a value model is one with another head.
+What a trainer of any kind needs and no more. What comes out of the network's last layer is the business of its kinds:
+`language.LanguageNetwork` makes log-probs of it, `value.ValueNetwork` values.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,18 @@ from relax.megatron import batches, convert, cpu, exchange, model, parallel
 from relax.megatron.batches import Batch, Micro
 from relax.megatron.checkpoint import Tensors, read_architecture
 from relax.megatron.layers import context_positions
-from relax.megatron.logprobs import logprob_entropy
 
 Sums = dict[str, tuple[float, float]]
 _LOSS = ""  # the loss travels among the metrics, under a name that none of them has
 Pairs = dict[str, Tensor]  # (sum, count), float64 [2], still on the device
-# (current log-probs [B, T], entropy [B, T], fields of the micro-batch) -> (its share of the loss, metric sums)
-LossFunction = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, tuple[Any, Any]]]]
+Outputs = tuple[Tensor, ...]  # of response tokens, float32 [n] each
+# (rows of the last layer that predict n response tokens [n, width], those tokens int64 [n]) -> their outputs
+Read = Callable[[Tensor, Tensor], Outputs]
+# (each output [B, T]..., fields of the micro-batch) -> (its share of the loss, metric sums)
+LossFunction = Callable[..., tuple[Tensor, dict[str, tuple[Any, Any]]]]
 
 
-class Network:
+class Network(ABC):
     """This rank's part of a network; every method that computes is collective over all ranks.
 
     Nothing scales what a loss function returns: the sum of its losses over all micro-batches and data-parallel ranks
@@ -47,8 +50,9 @@ class Network:
         self.micro_batch_size = int(options.micro_batch_size)
         dtype = model.train_dtype(options.train_dtype)
         self.config = model.transformer_config(self.architecture, self.grid, dtype)
-        self.model: GPTModel = model.build(self.architecture, self.grid, self.config)
-        convert.load(self.model, Tensors(checkpoint), self.architecture, self.grid)
+        self.model = self.build(options)
+        self.table = self.mapping()
+        convert.load(self.model, Tensors(checkpoint), self.table, self.architecture, self.grid)
         self.module: torch.nn.Module = Float16Module(self.config, self.model) if self.config.bf16 else self.model
         if trainable:
             self.config.finalize_model_grads_func = _finalize
@@ -63,45 +67,61 @@ class Network:
             # layer itself gathers the sequence, so there the choice is made behind it.
             self.model.output_layer.register_forward_pre_hook(self._choose_hidden)
 
+    # --- what a kind of network fills in -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def build(self, options: Any) -> GPTModel:
+        """This rank's part of the model, on its device; what `mapping` loads is still to be loaded."""
+
+    @abstractmethod
+    def mapping(self) -> list[convert.Mapping]:
+        """Every parameter of the whole model and its Hugging Face names."""
+
+    @abstractmethod
+    def read(self, rows: Tensor, targets: Tensor) -> Outputs:
+        """What a loss function sees of n response tokens, see `Read`."""
+
+    # --- what all kinds do -------------------------------------------------------------------------------------------
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole network; a tied output layer is no second one."""
-        table = convert.mapping(self.architecture, self.grid.pipeline)
-        return sum(int(np.prod(shape)) for entry in table for shape in entry.shapes)
+        held = (entry for entry in self.table if entry.origin != "copy")
+        return sum(int(np.prod(shape)) for entry in held for shape in entry.shapes)
 
-    def logprobs(self, batch: Batch, temperature: float) -> np.ndarray:
-        """float32, one a response token of the batch: log-probabilities under the present weights, forward only.
+    def forward(self, batch: Batch, read: Read) -> np.ndarray:
+        """float32, one a response token of the batch: the first output of `read` under the present weights.
 
-        Every rank gives the same batch and gets the whole result.
+        Every rank gives the same batch and gets the whole result. Raises BatchError.
         """
         batches.check(batch)
         result = torch.zeros(int(batch["response_lens"].sum()), dtype=torch.float32, device=cpu.device())
 
-        def keep(logp: Tensor, _entropy: Tensor, micro: Micro) -> tuple[Tensor, Pairs]:
+        def keep(outputs: Outputs, micro: Micro) -> tuple[Tensor, Pairs]:
             if not micro.idle:
-                result[micro.first_token : micro.first_token + len(logp)] = logp
-            return logp.sum(), {}
+                result[micro.first_token : micro.first_token + len(outputs[0])] = outputs[0]
+            return outputs[0].sum(), {}
 
         self.module.eval()
         with torch.no_grad():
-            self._run(batch, temperature, keep, forward_only=True)
+            self._run(batch, read, keep, forward_only=True)
         # Each token was written by one data-parallel rank on the last stage and is 0 elsewhere: the sum is exact.
         for group in self._result_groups():
             dist.all_reduce(result, group=group)
         return result.cpu().numpy()
 
-    def backward(self, batch: Batch, temperature: float, loss_fn: LossFunction) -> tuple[float, Sums]:
+    def backward(self, batch: Batch, loss_fn: LossFunction) -> tuple[float, Sums]:
         """Loss and gradients of one optimizer step's batch, reduced over all ranks; returns (loss, metric sums).
 
         `loss_fn` sees each micro-batch once and divides by counts of the whole batch, so that its losses add up.
         """
 
-        def weigh(logp: Tensor, entropy: Tensor, micro: Micro) -> tuple[Tensor, Pairs]:
+        def weigh(outputs: Outputs, micro: Micro) -> tuple[Tensor, Pairs]:
             if micro.idle:
-                return 0.0 * logp.sum(), {}
-            loss, sums = loss_fn(micro.pad(logp), micro.pad(entropy), micro.fields)
+                return 0.0 * outputs[0].sum(), {}
+            loss, sums = loss_fn(*map(micro.pad, outputs), micro.fields)
             # A loss that depends on no token (all masked) must still have a backward pass, on every rank alike.
-            loss = loss.float() + 0.0 * logp.sum()
+            loss = loss.float() + 0.0 * outputs[0].sum()
             return loss, {_LOSS: _pair(loss, 1.0)} | {
                 name: _pair(total, count) for name, (total, count) in sums.items()
             }
@@ -109,7 +129,7 @@ class Network:
         self.module.train()
         self.module.zero_grad_buffer()  # type: ignore[operator]
         total: dict[str, Tensor] = {}
-        for pairs in self._run(batch, temperature, weigh, forward_only=False):
+        for pairs in self._run(batch, self.read, weigh, forward_only=False):
             for name, pair in pairs.items():
                 total[name] = total[name] + pair if name in total else pair
         # One transfer from the device for all names.
@@ -121,13 +141,13 @@ class Network:
 
     def state(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one after another on every rank; see `convert.export`."""
-        return convert.export(self.model, self.architecture, self.grid, gradients=gradients)
+        return convert.export(self.model, self.table, self.architecture, self.grid, gradients=gradients)
 
     def _run(
         self,
         batch: Batch,
-        temperature: float,
-        finish: Callable[[Tensor, Tensor, Micro], tuple[Tensor, Pairs]],
+        read: Read,
+        finish: Callable[[Outputs, Micro], tuple[Tensor, Pairs]],
         *,
         forward_only: bool,
     ) -> list[Pairs]:
@@ -145,7 +165,7 @@ class Network:
             output = module(self._local_tokens(micro), None, None)
 
             def loss(output: Tensor) -> tuple[Tensor, Tensor, Pairs]:
-                value, sums = finish(*self._token_values(output, micro, temperature), micro)
+                value, sums = finish(self._outputs(output, micro, read), micro)
                 return value, torch.zeros((), dtype=torch.int32, device=value.device), sums
 
             return output, loss
@@ -160,20 +180,17 @@ class Network:
             forward_only=forward_only,
         )
 
-    def _token_values(self, output: Tensor, micro: Micro, temperature: float) -> tuple[Tensor, Tensor]:
-        """(log-prob, entropy), [n] each, of the micro-batch's response tokens; the same on every rank of this share."""
+    def _outputs(self, output: Tensor, micro: Micro, read: Read) -> Outputs:
+        """The outputs of the micro-batch's response tokens, [n] each; the same on every rank of this share."""
         here, position = self._here(micro)
-        logits = output[micro.row[here], position] if self.grid.sequence_parallel else output.squeeze(0)
-        group = parallel_state.get_tensor_model_parallel_group() if self.grid.tensor > 1 else None
-        logp, entropy = logprob_entropy(
-            logits, micro.target[here], vocab=self.architecture.vocab, temperature=temperature, group=group
-        )
+        rows = output[micro.row[here], position] if self.grid.sequence_parallel else output.squeeze(0)
+        outputs = read(rows, micro.target[here])
         if self.grid.context == 1:
-            return logp, entropy
-        both = torch.stack([logp, entropy]).new_zeros(2, len(micro.row))
-        both = both.index_put((torch.arange(2, device=both.device)[:, None], here[None]), torch.stack([logp, entropy]))
-        logp, entropy = _SumOverContext.apply(both, parallel_state.get_context_parallel_group())
-        return logp, entropy
+            return outputs
+        stacked = torch.stack(outputs)
+        kinds = torch.arange(len(outputs), device=stacked.device)[:, None]
+        joined = stacked.new_zeros(len(outputs), len(micro.row)).index_put((kinds, here[None]), stacked)
+        return tuple(_SumOverContext.apply(joined, parallel_state.get_context_parallel_group()))
 
     def _choose_hidden(self, _layer: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """[S, B, hidden] -> [n, 1, hidden]: the rows that predict a response token."""

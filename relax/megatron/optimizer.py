@@ -31,7 +31,10 @@ class Schedule:
         if self.style not in ("constant", "linear", "cosine"):
             raise ValueError(f"--lr-decay-style {self.style}: choose constant, linear or cosine")
         if not 0 <= self.min_lr <= self.lr and self.style != "constant":
-            raise ValueError(f"--min-lr {self.min_lr} must lie between 0 and --lr {self.lr}")
+            raise ValueError(
+                f"--min-lr {self.min_lr} must lie between 0 and the learning rate {self.lr}: --lr, or the critic's "
+                "--critic-lr"
+            )
         if self.style != "constant" and (self.decay is None or self.decay <= 0):
             raise ValueError(
                 f"--lr-decay-style {self.style} needs a number of optimizer steps, it was given {self.decay}: "
@@ -39,10 +42,13 @@ class Schedule:
             )
 
     @classmethod
-    def from_options(cls, options: Any, total_steps: int | None) -> "Schedule":
-        """`total_steps`: optimizer steps of the whole run, None when unknown; --lr-decay-steps goes before it."""
+    def from_options(cls, options: Any, lr: float, total_steps: int | None) -> "Schedule":
+        """`lr`: --lr or --critic-lr. `total_steps`: optimizer steps of the whole run, None when unknown;
+        --lr-decay-steps goes before it. Raises ValueError naming what to change."""
+        if total_steps is not None and total_steps <= 0:
+            raise ValueError(f"total_steps is {total_steps}; a run has at least one optimizer step")
         return cls(
-            options.lr,
+            lr,
             options.min_lr,
             options.lr_decay_style,
             options.lr_warmup_steps,

@@ -7,7 +7,6 @@ import torch
 from relax.algorithms import registry
 from relax.algorithms.objective import Denominators, objective
 from relax.megatron import batches
-from relax.megatron.network import Network
 from relax.megatron.optimizer import NonFiniteGradientError
 from relax.megatron.parallel import GridError
 from relax.megatron.policy import Policy
@@ -55,7 +54,7 @@ def test_loss_and_gradients_equal_plain_pytorch(kind, temperature, tmp_path):
     reference = tiny.save(tmp_path, kind)
     batch = tiny.batch()
     policy = Policy(tiny.options(rollout_temperature=temperature), tmp_path)
-    loss, metrics = policy.network.backward(batch, temperature, token_mean(batch))
+    loss, metrics = policy.network.backward(batch, token_mean(batch))
     logp, entropy = by_hand(reference, batch, temperature)
     mask, advantages = torch.tensor(batch["loss_mask"].astype(bool)), torch.tensor(batch["advantages"])
     expected = (-logp * advantages - 0.01 * entropy)[mask].mean()
@@ -74,7 +73,7 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(size, tmp_path):
     results = []
     for micro in (8, size):
         policy = Policy(tiny.options(micro_batch_size=micro), tmp_path)
-        loss, metrics = policy.network.backward(batch, 1.0, token_mean(batch))
+        loss, metrics = policy.network.backward(batch, token_mean(batch))
         results.append((loss, metrics, dict(policy.network.state(gradients=True))))
     (loss, metrics, gradients), (loss2, metrics2, gradients2) = results
     assert loss2 == pytest.approx(loss, abs=1e-6)
@@ -98,7 +97,7 @@ def test_loss_and_gradients_of_an_algorithm_do_not_depend_on_micro_batches(name,
             return result.loss, result.metrics
 
         policy = Policy(options, tmp_path)
-        loss, metrics = policy.network.backward(batch, 1.0, loss_fn)
+        loss, metrics = policy.network.backward(batch, loss_fn)
         results.append((loss, metrics, dict(policy.network.state(gradients=True))))
     loss, metrics, gradients = results[0]
     assert metrics["train/loss"][0] / metrics["train/loss"][1] == pytest.approx(loss, abs=1e-6)
@@ -109,14 +108,6 @@ def test_loss_and_gradients_of_an_algorithm_do_not_depend_on_micro_batches(name,
             assert other_metrics[metric] == pytest.approx(pair, abs=1e-4, rel=1e-5), metric
         for tensor, gradient in gradients.items():
             torch.testing.assert_close(other_gradients[tensor], gradient, atol=1e-6, rtol=1e-3)
-
-
-def test_a_network_that_is_not_trained_gives_the_same_logprobs_and_holds_no_gradients(tmp_path):
-    tiny.save(tmp_path)
-    batch = tiny.batch()
-    reference = Network(tiny.options(), tmp_path, trainable=False)
-    assert np.array_equal(reference.logprobs(batch, 1.0), Policy(tiny.options(), tmp_path).logprobs(batch, 1.0))
-    assert not any(p.requires_grad or hasattr(p, "main_grad") for p in reference.model.parameters())
 
 
 def test_number_of_parameters_is_that_of_transformers(tmp_path):

@@ -36,8 +36,8 @@ def test_no_planned_step_has_rate_zero_and_no_length_of_a_phase_breaks(style, wa
 
 
 def test_given_decay_steps_go_before_the_length_of_the_run():
-    assert Schedule.from_options(tiny.options(lr_decay_style="linear", lr_decay_steps=10), 100).decay == 10
-    assert Schedule.from_options(tiny.options(lr_decay_style="linear"), 100).decay == 100
+    assert Schedule.from_options(tiny.options(lr_decay_style="linear", lr_decay_steps=10), 1.0, 100).decay == 10
+    assert Schedule.from_options(tiny.options(lr_decay_style="linear"), 1.0, 100).decay == 100
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_given_decay_steps_go_before_the_length_of_the_run():
     [
         ({"style": "linear"}, "set --lr-decay-steps, or --num-rollout"),
         ({"style": "cosine", "decay": 0}, "it was given 0"),
-        ({"style": "linear", "decay": 5, "min_lr": 2.0}, "--min-lr 2.0 must lie between 0 and --lr 1.0"),
+        ({"style": "linear", "decay": 5, "min_lr": 2.0}, "--min-lr 2.0 must lie between 0 and the learning rate 1.0"),
         ({"style": "wsd", "decay": 5}, "choose constant, linear or cosine"),
     ],
 )

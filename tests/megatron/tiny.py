@@ -67,7 +67,7 @@ def save(path: Path, kind: str = "qwen3", seed: int = 0, **changes: Any) -> PreT
 
 def options(**changes: Any) -> Options:
     """The run's options, with rates and sizes for a tiny model."""
-    return Options(**{"micro_batch_size": 4, "lr": 1e-3, **changes})
+    return Options(**{"micro_batch_size": 4, "lr": 1e-3, "critic_lr": 2e-3, **changes})
 
 
 def batch(seed: int = 0, samples: int = 8, prompt: int = 9, response: int = 12) -> dict[str, np.ndarray]:
