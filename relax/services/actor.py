@@ -1,15 +1,12 @@
 """The actor service: trains the policy on the batches it is sent and publishes its weights.
 
 Receives `TrainBatch` from advantages; sends `Started`, `Trained` and `Published` to the controller. Rank 0 holds the
-mailbox and leads the other ranks. The training thread is the only one that touches the model; the mailbox keeps
-beating while it works.
+mailbox and leads the other ranks. One thread touches the model; the mailbox keeps beating while it works.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +14,12 @@ from relax.metrics import Metrics
 from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch, Trained
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
+from relax.services.actor_work import ActorWork
+from relax.services.ranks import Ranks
 from relax.services.service import Context, Service
-from relax.services.trainer import IDLE_SECONDS, Leader, Trainer
 from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
-
-T = TypeVar("T")
 
 
 class Actor(Service):
@@ -37,8 +33,7 @@ class Actor(Service):
         self._publication_s = 0.0
         # One batch may be committed ahead of the one in training; a third in the queue would break the protocol.
         self.batches: asyncio.Queue[TrainBatch] = asyncio.Queue(2)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._leader: Leader | None = None
+        self._ranks: Ranks[ActorWork] = Ranks(self.role)
         self._busy = asyncio.Lock()
 
     def handlers(self) -> dict[type, Any]:
@@ -48,8 +43,8 @@ class Actor(Service):
     async def prepare(self) -> None:
         self.activity = "building the model"
         total = None if self.num_batches is None else self.num_batches * self.options.num_steps_per_rollout
-        trainer = await self._on_thread(lambda: Trainer(self.options, total))
-        self._leader = Leader(trainer)
+        self._work = await self._ranks.build(ActorWork, self.options, total)
+        self.spawn(self._ranks.keep(), "keeping the ranks")
         self.store = ChunkStore(self.run.shm_dir, create=True)
         self.publisher = Publisher(
             self.store,
@@ -58,14 +53,12 @@ class Actor(Service):
             manifests=self.run.weights_dir,
             expected=checkpoint_shapes(self.options.hf_checkpoint),
         )
-        self.log.info("model_built", parameters=trainer.policy.num_parameters)
+        self.log.info("model_built", parameters=self._work.policy.num_parameters)
         await self._publish()
         self.spawn(self._train_batches(), "training")
 
     async def release(self) -> None:
-        if self._leader is not None and self.clean:
-            await self._on_thread(self._leader.end)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._ranks.close(self.clean)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -76,30 +69,20 @@ class Actor(Service):
         while True:
             started = time.monotonic()
             self.activity = "waiting for a batch"
-            message = await self._next_batch()
+            message = await self.batches.get()
             waited = time.monotonic() - started
             async with self._busy:
                 await self._train(message, waited)
 
-    async def _next_batch(self) -> TrainBatch:
-        while True:
-            try:
-                return await asyncio.wait_for(self.batches.get(), IDLE_SECONDS)
-            except TimeoutError:
-                assert self._leader is not None
-                async with self._busy:
-                    await self._on_thread(self._leader.idle)
-
     async def _train(self, message: TrainBatch, waited: float) -> None:
-        assert self._leader is not None
-        b, leader = message.batch, self._leader
+        b = message.batch
         self.activity = f"training batch {b}"
         started = time.monotonic()
         self.report(Started(b))
         arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
         tensors = TrainTensors.from_arrays(arrays, f"batch {b}")
         fetched = time.monotonic()
-        metrics = Metrics(await self._on_thread(lambda: leader.train(tensors.arrays())))
+        metrics = Metrics(await self._ranks.run(self._work.train, tensors.arrays()))
         trained = time.monotonic()
         self.version, self.steps = b + 1, self.steps + self.options.num_steps_per_rollout
         metrics.sum("perf/trainer_wait_s/batch", waited)
@@ -116,11 +99,10 @@ class Actor(Service):
 
     async def _publish(self) -> None:
         """Store the present weights as the present version and tell the controller."""
-        assert self._leader is not None
-        leader, started = self._leader, time.monotonic()
+        started, wait = time.monotonic(), self.options.peer_timeout
         self.activity = f"publishing version {self.version}"
-        manifest = await self._on_thread(
-            lambda: self.publisher.publish(self.version, self.steps, leader.weights(), wait=self.options.peer_timeout)
+        manifest = await self._ranks.lead(
+            lambda ranks: self.publisher.publish(self.version, self.steps, ranks.run(self._work.weights), wait=wait)
         )
         self.published = self.version
         self.report(Published(self.version, manifest.to_json()))
@@ -133,14 +115,9 @@ class Actor(Service):
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def on_finish(self, message: Finish, sender: Any) -> Finished:
-        assert self._leader is not None
-        leader = self._leader
         async with self._busy:
             if self.published != self.version:
                 await self._publish()
             self.activity = "writing the export"
-            await self._on_thread(lambda: leader.export(self.run.export_dir))
+            await self._ranks.run(self._work.export, str(self.run.export_dir))
         return Finished(self.version, str(self.run.export_dir))
-
-    async def _on_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -26,8 +26,12 @@ SERVICES = {
     "advantages": "relax.services.advantages:Advantages",
     "actor": "relax.services.actor:Actor",
 }
-# torchrun starts this module again for each rank.
-RANKED = frozenset({"actor"})
+# role of several ranks -> module and class of what each rank does. torchrun starts this module again for each rank.
+RANKED = {
+    "actor": "relax.services.actor_work:ActorWork",
+    "critic": "relax.services.critic_work:CriticWork",
+    "reference": "relax.services.reference_work:ReferenceWork",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,9 +66,9 @@ def run(resolved: Resolved, entry: Entry) -> int:
     configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
     module, _, cls = SERVICES[entry.role].partition(":")
     if rank > 0:
-        from relax.services.trainer import follow_run
+        from relax.services.ranks import follow_run
 
-        return follow_run(context)
+        return follow_run(context, RANKED[entry.role])
     service: Any = getattr(import_module(module), cls)
     return service.start(context)
 

@@ -12,10 +12,19 @@ import torch
 import torch.distributed as dist
 
 from relax.megatron import batches, exchange, parallel
+from relax.megatron.critic import Critic
+from relax.megatron.learner import Learner
 from relax.megatron.policy import Policy
+from relax.megatron.reference import Reference
+from relax.services.actor_work import ActorWork
+from relax.services.critic_work import CriticWork
+from relax.services.ranks import Leader, follow
+from relax.services.reference_work import ReferenceWork
+from relax.weights.checkpoint import checkpoint_tensors
+from relax.weights.store import ChunkStore
 from tests.megatron import tiny
 
-# case: (kind of model, changed options, samples of a batch)
+# case: (kind of model, changed options, samples of a batch); "critic-..." trains a critic, the others a policy
 CASES = {
     "tensor": ("qwen3", {"tensor_parallel_size": 2}, 8),
     "tensor-tied": ("llama-tied", {"tensor_parallel_size": 2}, 8),
@@ -26,8 +35,18 @@ CASES = {
     "context": ("qwen3", {"context_parallel_size": 2}, 8),
     "data": ("qwen3", {}, 7),
     "data-idle": ("qwen3", {}, 1),
+    "critic-tensor": ("llama-tied", {"tensor_parallel_size": 2}, 8),
+    "critic-sequence": ("qwen3", {"tensor_parallel_size": 2, "sequence_parallel": True}, 8),
+    "critic-pipeline": ("qwen3-tied", {"pipeline_parallel_size": 2}, 8),
+    "critic-context": ("qwen3", {"context_parallel_size": 2}, 8),
+    "critic-data": ("qwen2", {}, 7),
     "tensor-data": ("qwen3", {"tensor_parallel_size": 2}, 7),
     "tensor-pipeline": ("qwen3-tied", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 8),
+    "critic-tensor-pipeline": (
+        "qwen3-tied",
+        {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2},
+        8,
+    ),
     "context-tensor-sequence": (
         "qwen3",
         {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
@@ -56,16 +75,96 @@ def loss_of(part):
     return loss_fn
 
 
-def observe(policy: Policy, given: list[dict[str, np.ndarray]]) -> dict:
-    """What a test compares: log-probs, gradients of the first step, losses and norms, and the weights at the end."""
-    seen: dict = {"logprobs": [policy.logprobs(batch, 0.7) for batch in given], "steps": []}
-    policy.optimizer.zero_grad()
-    policy.network.backward(given[0], policy.temperature, loss_of(given[0]))
-    seen["gradients"] = dict(policy.network.state(gradients=True))
+def value_loss_of(part):
+    """Mean over the part's loss tokens of the squared distance from the advantages, here any numbers."""
+    count = max(batches.num_loss_tokens(part), 1)
+
+    def loss_fn(values, fields):
+        mask = fields["loss_mask"]
+        loss = torch.where(mask, (values - fields["advantages"]) ** 2, 0.0).sum() / count
+        return loss, {"tokens": (mask.sum(), 1), "value": (torch.where(mask, values, 0.0).sum(), mask.sum())}
+
+    return loss_fn
+
+
+def learner(case: str, changes: dict, path: Path) -> Learner:
+    made = Critic if case.startswith("critic") else Policy
+    return made(tiny.options(micro_batch_size=3, **changes), path)
+
+
+def observe(learner: Learner, given: list[dict[str, np.ndarray]]) -> dict:
+    """What a test compares: forward results, gradients of the first step, losses and norms, the weights at the end."""
+    critic = isinstance(learner, Critic)
+    forward = learner.values if critic else learner.logprobs
+    loss = value_loss_of if critic else loss_of
+    seen: dict = {"forward": [forward(batch) for batch in given], "steps": []}
+    learner.optimizer.zero_grad()
+    learner.network.backward(given[0], loss(given[0]))
+    seen["gradients"] = dict(learner.network.state(gradients=True))
     for batch in given:
-        result = policy.train(batch, loss_of(batch))
+        result = learner.train(batch, loss(batch))
         seen["steps"].append((result.loss, result.grad_norm, result.metrics))
-    seen["weights"] = dict(policy.state())
+    seen["weights"] = dict(learner.state())
+    return seen
+
+
+def refreshed(policy: Policy, checkpoint: Path, exported: Path, changes: dict, batch: dict[str, np.ndarray]) -> dict:
+    """Log-probs of a reference that took over the policy's weights, and of one that was built from their export."""
+    options = tiny.options(micro_batch_size=3, **changes)
+    reference = Reference(options, checkpoint)
+    before = reference.logprobs(batch)
+    reference.load(policy.state())
+    return {
+        "before": before,
+        "refreshed": reference.logprobs(batch),
+        "fresh": Reference(options, exported).logprobs(batch),
+    }
+
+
+def work_options(output: Path, **changes):
+    """Options of the three works, over the checkpoints in `output`."""
+    return tiny.options(
+        hf_checkpoint=str(output / "qwen3"),
+        ref_load=output / "qwen3",
+        num_steps_per_rollout=2,
+        micro_batch_size=3,
+        advantage_estimator="grpo",
+        **changes,
+    )
+
+
+def value_batch() -> dict[str, np.ndarray]:
+    batch = tiny.batch(3)
+    return batch | {"values": 0.1 * batch["advantages"], "returns": batch["advantages"]}
+
+
+def publish(output: Path) -> tuple[str, str]:
+    """The weights of another checkpoint as a published version: (store, manifest)."""
+    store = ChunkStore(output / "store", create=True)
+    tensors = checkpoint_tensors(output / "other")
+    manifest = store.publish(tensors, run_id="test", lineage=0, version=1, step=1)
+    return str(store.directory), manifest.to_json().decode()
+
+
+def lead(output: Path, options) -> dict:
+    """What rank 0 gets of the three works, one after the other, as their services command them."""
+    seen: dict = {}
+    actor = Leader(ActorWork, options, total_steps=4)
+    seen["train"] = actor.run(actor.work.train, tiny.batch(3))
+    seen["weights"] = dict(actor.run(actor.work.weights))
+    actor.idle()
+    actor.run(actor.work.export, str(output / "export-led"))
+    actor.end()
+    critic = Leader(CriticWork, options, None)
+    seen["values"] = critic.run(critic.work.values, tiny.batch(4))
+    seen["train_values"] = critic.run(critic.work.train, batch=value_batch())
+    seen["values_after"] = critic.run(critic.work.values, tiny.batch(4))
+    critic.end()
+    reference = Leader(ReferenceWork, options)
+    seen["logprobs"] = reference.run(reference.work.logprobs, tiny.batch(4))
+    reference.run(reference.work.refresh, *publish(output))
+    seen["refreshed"] = reference.run(reference.work.logprobs, tiny.batch(4))
+    reference.end()
     return seen
 
 
@@ -73,14 +172,25 @@ def main() -> None:
     output = Path(sys.argv[1])
     for case in sys.argv[2:]:
         kind, changes, samples = CASES[case]
-        policy = Policy(tiny.options(micro_batch_size=3, **changes), output / kind)
+        made = learner(case, changes, output / kind)
         # Only rank 0 has the batches, as in the actor.
         given = [exchange.broadcast_batch(batch if dist.get_rank() == 0 else None) for batch in recorded(samples)]
-        seen = observe(policy, given)
-        policy.save_hf(output / f"export-{case}")
+        seen = observe(made, given)
+        if isinstance(made, Policy):
+            exported = output / f"export-{case}"
+            made.save_hf(exported)
+            seen["reference"] = refreshed(made, output / kind, exported, changes, given[0])
         if dist.get_rank() == 0:
             torch.save(seen, output / f"{case}.pt")
         # Not through an import of its own: megatron.core must come after relax.megatron.
+        parallel.parallel_state.destroy_model_parallel()
+    if dist.get_world_size() == 2:
+        options = work_options(output, tensor_parallel_size=2)
+        if dist.get_rank() == 0:
+            torch.save(lead(output, options), output / "led.pt")
+        else:
+            for work in (ActorWork, CriticWork, ReferenceWork):
+                follow(work, options)
         parallel.parallel_state.destroy_model_parallel()
     header, arrays = exchange.broadcast(
         *(

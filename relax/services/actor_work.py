@@ -1,0 +1,65 @@
+"""What every rank of the actor does, in step: train a batch, give out the weights, write the export."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from relax.algorithms import registry
+from relax.algorithms.objective import Denominators, objective, proximal_source
+from relax.config.options import Options
+from relax.megatron import batches
+from relax.megatron.policy import Policy
+from relax.metrics import Metric, Metrics
+from relax.protocol.tensors import Arrays
+from relax.services.ranks import command
+
+
+class ActorWork:
+    """The policy and what is done with it."""
+
+    def __init__(self, options: Options, total_steps: int | None) -> None:
+        """`total_steps`: optimizer steps of the run, None when unknown."""
+        self.options = options
+        self.spec = registry.get(options.advantage_estimator)
+        self.policy = Policy(options, options.hf_checkpoint, total_steps)
+
+    @command
+    def train(self, batch: Arrays) -> dict[str, Metric]:
+        """All optimizer steps of one rollout batch (arrays of TrainTensors), and what they measured."""
+        arrays, metrics = dict(batch), Metrics()
+        if proximal_source(self.spec, self.options) == "recomputed":
+            arrays["proximal_logprobs"] = self.policy.logprobs(arrays)
+            apart = np.abs(arrays["proximal_logprobs"] - arrays["behaviour_logprobs"])[arrays["loss_mask"].astype(bool)]
+            # In lockstep this is what the engine and the trainer disagree by under equal weights.
+            metrics.max("train/train_rollout_logprob_abs_diff_max", apart.max(initial=0.0))
+        for part in batches.steps(arrays, self.options.num_steps_per_rollout):
+            self._step(part, metrics)
+        return metrics.wire()
+
+    def _step(self, part: Arrays, metrics: Metrics) -> None:
+        denominators = Denominators.of(part["loss_mask"], part["rewards"])
+
+        def loss(current: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Any]:
+            result = objective(self.spec, self.options, current, entropy, fields, denominators)
+            return result.loss, result.metrics
+
+        step = self.policy.train(part, loss)
+        for name, (total, count) in step.metrics.items():
+            metrics.mean(name, total, count)
+        metrics.mean("train/grad_norm", step.grad_norm, 1)
+        metrics.last("train/lr", step.lr)
+        metrics.last("train/step", step.step + 1)
+        metrics.sum("train/skipped_steps", step.skipped)
+
+    @command
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor), on every rank; every rank must exhaust it."""
+        return self.policy.state()
+
+    @command
+    def export(self, path: str) -> None:
+        """Writes a Hugging Face model directory."""
+        self.policy.save_hf(Path(path))
