@@ -93,9 +93,13 @@ def _fields(rows: list[Row], key: str) -> str:
 
 def _check_tokens(source: PromptSource, options: Any) -> list[Violation]:
     """Tokenizes the first rows, and more of them only to find one that fits."""
-    if not (Path(options.hf_checkpoint) / "tokenizer.json").is_file():
+    checkpoint = Path(options.hf_checkpoint)
+    if not checkpoint.is_dir() or not any((checkpoint / f"tokenizer.{kind}").is_file() for kind in ("json", "model")):
         return []
-    tokenizer = PromptTokenizer(options.hf_checkpoint)
+    try:
+        tokenizer = PromptTokenizer(checkpoint)
+    except DataError as error:
+        return [Violation("--hf-checkpoint", options.hf_checkpoint, error.problem, error.fix)]
     if options.apply_chat_template and tokenizer.chat_template is None:
         problem = f"the tokenizer of {options.hf_checkpoint} has no chat template"
         fix = "Drop it, or add a chat_template.jinja to the checkpoint."

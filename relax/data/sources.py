@@ -8,7 +8,6 @@ import datetime
 import decimal
 import json
 import mmap
-import os
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -60,10 +59,10 @@ class JsonlSource:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("rb")
-        if os.fstat(self._file.fileno()).st_size == 0:
+        if path.stat().st_size == 0:
             raise DataError(f"prompt data {path} is empty", "Write one JSON object a line into it.")
-        self._bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._starts, self._lines = _index_lines(self._bytes)
         if len(self._starts) == 0:
             raise DataError(f"prompt data {path} has only blank lines", "Write one JSON object a line into it.")

@@ -9,7 +9,7 @@ from relax.config.violation import Violation
 from relax.data.errors import DataError
 from relax.data.generated import task_names
 from relax.data.sources import REASONING_GYM, open_source
-from relax.rewards import worker
+from relax.rewards import wire
 from relax.rewards.spec import VerifierSpec
 from relax.rewards.verifiers import task_of
 
@@ -72,12 +72,12 @@ def _check_custom(spec: VerifierSpec) -> list[Violation]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            worker.command(theirs.fileno(), spec), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            wire.command(theirs.fileno(), spec), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
         )
     with ours, ours.makefile("rb") as stream:
         ours.settimeout(_IMPORT_SECONDS)
         try:
-            reply = worker.read(stream) or {"error": "its process ended during the import"}
+            reply = wire.read(stream) or {"error": "its process ended during the import"}
         except TimeoutError:
             reply = {"error": f"not imported within {_IMPORT_SECONDS:.0f} s"}
         finally:

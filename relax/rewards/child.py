@@ -9,7 +9,7 @@ import socket
 from dataclasses import asdict
 from typing import Any
 
-from relax.rewards import worker
+from relax.rewards import wire
 from relax.rewards.score import Item
 from relax.rewards.spec import VerifierSpec
 
@@ -37,7 +37,7 @@ class Child:
         with theirs:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
             process = await asyncio.create_subprocess_exec(
-                *worker.command(theirs.fileno(), spec),
+                *wire.command(theirs.fileno(), spec),
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env={"OMP_NUM_THREADS": "1", **os.environ},
@@ -65,7 +65,7 @@ class Child:
         """The worker's reply. Raises TimeoutError after `deadline` seconds and ChildDiedError when the worker ends."""
         async with asyncio.timeout(deadline):
             try:
-                self._writer.write(worker.encode(asdict(item)))
+                self._writer.write(wire.encode(asdict(item)))
                 await self._writer.drain()
             except ConnectionError:
                 raise ChildDiedError from None
@@ -91,8 +91,8 @@ class Child:
 
     async def _receive(self) -> dict[str, Any]:
         try:
-            (length,) = worker.LENGTH.unpack(await self._reader.readexactly(worker.LENGTH.size))
-            if length > worker.MAX_FRAME:
+            (length,) = wire.LENGTH.unpack(await self._reader.readexactly(wire.LENGTH.size))
+            if length > wire.MAX_FRAME:
                 raise ChildDiedError
             return json.loads(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):

@@ -1,49 +1,25 @@
 """The child process that runs a reward function: `python -m relax.rewards.worker FD PARENT SPEC`.
 
-Frames over the inherited socket FD are four bytes of length (big endian) and JSON. First `{"ready": true}` or
-`{"error": traceback}`, then for each item `{"value": number or null}` or `{"failed": kind, "detail": text}`. The child
-is killed by its parent at the time limit, and by the kernel when the parent dies.
+Over the inherited socket FD it sends `{"ready": true}` or `{"error": traceback}`, then for each item `{"value": number
+or null}` or `{"failed": kind, "detail": text}`. It is killed by its parent at the time limit, and by the kernel when
+the parent dies. Only ever run, never imported.
 """
 
 import ctypes
-import json
 import math
 import numbers
 import os
 import signal
 import socket
-import struct
 import sys
 import traceback
-from typing import Any, BinaryIO
+from typing import Any
 
 from relax.rewards.spec import VerifierSpec
 from relax.rewards.verifiers import Verifier, build
+from relax.rewards.wire import encode, read
 
-MAX_FRAME = 64 * 2**20
-LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
-
-
-def command(fd: int, spec: VerifierSpec) -> list[str]:
-    """The command line of a worker that inherits `fd`."""
-    return [sys.executable, "-m", "relax.rewards.worker", str(fd), str(os.getpid()), spec.to_json()]
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    """A frame. JSON, not msgpack: rows may hold integers beyond 64 bits and lone surrogates."""
-    body = json.dumps(message).encode()
-    if len(body) > MAX_FRAME:
-        raise ValueError(f"a reward frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
-    return LENGTH.pack(len(body)) + body
-
-
-def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next frame, None at the end of the stream."""
-    header = stream.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    return json.loads(stream.read(*LENGTH.unpack(header)))
 
 
 def score(verifier: Verifier, item: dict[str, Any]) -> dict[str, Any]:

@@ -92,3 +92,14 @@ def test_long_prompts_behind_short_ones_are_no_reason_to_refuse_a_filter(options
     Path(options.prompt_data).write_text("".join(json.dumps(row) + "\n" for row in lines))
     options.overlong_prompts = "filter"
     assert check(options) == []
+
+
+def test_tokenizer_that_only_sentencepiece_reads_is_refused_and_a_missing_one_left_to_its_own_check(
+    options: SimpleNamespace, tmp_path: Path
+) -> None:
+    options.hf_checkpoint = str(tmp_path / "none")
+    assert check(options) == []
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "tokenizer.model").touch()
+    (violation,) = check(options)
+    assert violation.option == "--hf-checkpoint" and "save_pretrained" in violation.fix

@@ -180,7 +180,7 @@ asyncio.run(main())
     pid = int(parent.stdout.readline())
     assert alive(pid)
     parent.send_signal(signal.SIGKILL)
-    parent.wait()
+    parent.communicate()
     assert wait_gone(pid)
 
 

@@ -87,3 +87,10 @@ def test_entries_of_every_task_score_the_same_after_the_wire() -> None:
         entry = dataset[0]
         received = json.loads(json.dumps(entry))
         assert verifier("", entry["answer"], None, received) == dataset.score_answer(entry["answer"], entry), task
+
+
+def test_function_of_the_smollm2_example_reads_the_first_line_alone() -> None:
+    first_line = build(VerifierSpec("custom", path="examples.smollm2.reward:first_line"))
+    assert first_line("", " 7\n3 +", "7", {}) == 1.0
+    assert first_line("", " 7 or 8\n", "7", {}) == 0.0
+    assert first_line("", "\n7", "7", {}) == 0.0
