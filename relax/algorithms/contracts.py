@@ -101,14 +101,20 @@ def _without_effect(spec: AlgorithmSpec, options: Any) -> Iterator[Violation]:
                 yield Violation(flag(name), getattr(options, name), problem, fix)
 
     specs = [registry.get(name) for name in registry.names()]
-    for name in sorted(set().union(*(other.option_names for other in specs)) - spec.option_names):
+    # A hook is given the options, so it may read those that functions in its place read.
+    read = spec.option_names | _readable_by_hooks(specs, options)
+    for name in sorted(set().union(*(other.option_names for other in specs)) - read):
         readers = ", ".join(other.name for other in specs if name in other.option_names)
         fix = f"Leave it out; it acts with {readers}."
         if name == "kl_coef":
             fix = f"Use {flag('use_kl_loss')} with {flag('kl_loss_coef')}, or {readers}."
         yield from idle([name], f"{spec.name} has no place for it", fix)
 
-    if not spec.normalizes_rewards:
+    if options.custom_reward_post_process_path is not None:
+        names = ["disable_rewards_normalization", "disable_grpo_std_normalization"]
+        problem = f"{flag('custom_reward_post_process_path')} takes the place of the normalizer"
+        yield from idle(names, problem, "Keep one of the two.")
+    elif not spec.normalizes_rewards:
         yield from idle(["disable_rewards_normalization"], f"{spec.name} takes raw rewards anyway", "Leave it out.")
     if options.disable_rewards_normalization:
         problem = f"rewards are raw by {flag('disable_rewards_normalization')}"
@@ -124,12 +130,25 @@ def _without_effect(spec: AlgorithmSpec, options: Any) -> Iterator[Violation]:
         yield from idle(names, f"{spec.name} has no critic", "Leave it out.")
     if not options.use_tis:
         fix = f"Add {flag('use_tis')}, or leave it out."
-        yield from idle(["tis_clip", "tis_clip_low", "tis_mode"], "there is no importance weight", fix)
+        names = ["tis_clip", "tis_clip_low", "tis_mode", "custom_tis_path"]
+        yield from idle(names, "there is no importance weight", fix)
+    elif options.custom_tis_path is not None:
+        yield from idle(["tis_mode"], f"{flag('custom_tis_path')} takes its place", "Keep one of the two.")
     if not options.use_opsm:
         yield from idle(["opsm_delta"], "no sequence is masked", f"Add {flag('use_opsm')}, or leave it out.")
     if proximal_source(spec, options) == "none":
         names = ["use_rollout_logprobs", "true_on_policy_mode"]
         yield from idle(names, f"{spec.name} compares with no old log-probs", "Leave it out.")
+
+
+def _readable_by_hooks(specs: list[AlgorithmSpec], options: Any) -> set[str]:
+    """Options of the losses and of the discount, where a hook stands in the place of their readers."""
+    names: set[str] = set()
+    if options.custom_loss_path is not None:
+        names.update(*(spec.loss.option_names for spec in specs))
+    if options.custom_advantage_path is not None:
+        names |= {"gamma", "lambd"}
+    return names
 
 
 def _switched_on(options: Any, name: str) -> bool:
@@ -153,7 +172,9 @@ def _services(spec: AlgorithmSpec, options: Any, services: Collection[str]) -> I
 
 def _warnings(spec: AlgorithmSpec, options: Any) -> Iterator[str]:
     if always_current(spec, options):
-        names = [name for name in spec.loss.option_names if spec.ratio and getattr(options, name) is not None]
+        # What a loss of the user does with a ratio of 1 is not known.
+        own = spec.loss.option_names if spec.ratio and options.custom_loss_path is None else ()
+        names = [name for name in own if getattr(options, name) is not None]
         names += ["opsm_delta"] if options.use_opsm else []
         if names:
             why = (
@@ -168,7 +189,8 @@ def _warnings(spec: AlgorithmSpec, options: Any) -> Iterator[str]:
     if options.max_staleness > 0 and options.no_off_policy_correction:
         age = f"samples up to {options.max_staleness} batches old"
         yield f"{flag('no_off_policy_correction')}: {age} are trained as if the current policy had sampled them."
-    if spec.normalizes_rewards and options.n_samples_per_prompt == 1 and not options.disable_rewards_normalization:
+    normalized = spec.normalizes_rewards and not options.disable_rewards_normalization
+    if normalized and options.n_samples_per_prompt == 1 and options.custom_reward_post_process_path is None:
         yield (
             f"{flag('n_samples_per_prompt')} 1: a sample is compared with its own group, so every advantage is 0 and "
             "nothing is learned from rewards."

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax.algorithms import corrections, kl, losses, reduce
-from relax.algorithms.proximal import proximal_source
+from relax.algorithms import corrections, hooks, kl, losses, reduce
+from relax.algorithms.proximal import has_ratio, proximal_source
 from relax.algorithms.registry import AlgorithmSpec
 from relax.algorithms.tensors import clamped_ratio, masked
 
@@ -57,7 +57,8 @@ def objective(
 
     current, entropy: [B, T], with gradients. batch, right-padded: `loss_mask`, `behaviour_logprobs`, `advantages`
     [B, T], `rewards` [B] (NaN = abstained), and as the options ask `proximal_logprobs`, `reference_logprobs` [B, T].
-    What lies outside the loss mask reaches neither value nor gradient. KeyError names a tensor that is missing.
+    What lies outside the loss mask reaches neither value nor gradient. KeyError names a tensor that is missing,
+    HookError a hook (relax.algorithms.hooks) whose result cannot be used.
     """
     mask = batch["loss_mask"].bool()
     micro = _Micro(mask, batch["rewards"], options.calculate_per_token_loss)
@@ -73,7 +74,9 @@ def objective(
         case _:
             old = logp.detach()
 
-    token = spec.loss({"logp": logp, "old_logp": old, "A": A, "mask": mask}, options)
+    offered = {"logp": logp, "old_logp": old, "A": A, "mask": mask}
+    custom = hooks.LOSS.path(options) is not None
+    token = _custom_loss(options, offered) if custom else spec.loss(offered, options)
     micro.add("pg_clipfrac", token.clipped)
     policy = token.loss
     if options.use_tis:
@@ -95,7 +98,7 @@ def objective(
         total = total + options.kl_loss_coef * micro.add("kl_loss", divergence)
     micro.metrics["train/loss"] = (total.detach(), micro.count)
 
-    if spec.ratio:
+    if has_ratio(spec, options):
         micro.add("ppo_kl", old - logp)
     for name, scalar in token.scalars.items():
         micro.scalar(name, scalar)
@@ -142,7 +145,10 @@ class _Micro:
 
 def _mismatch_weight(micro: _Micro, options: Any, old: Tensor, behaviour: Tensor) -> Tensor:
     ratio = corrections.mismatch_ratio(old, behaviour)
-    if options.tis_mode == "icepop":
+    if hooks.TIS.path(options) is not None:
+        weight = hooks.TIS.call(options, old_logp=old.detach(), rollout_logp=behaviour, mask=micro.mask)
+        weight = _checked(hooks.TIS, options, "a weight", weight, micro.mask).detach().to(ratio.dtype)
+    elif options.tis_mode == "icepop":
         weight = corrections.icepop(old, behaviour, options.tis_clip_low, options.tis_clip)
     else:
         weight = corrections.tis(old, behaviour, options.tis_clip, options.tis_clip_low)
@@ -150,6 +156,34 @@ def _mismatch_weight(micro: _Micro, options: Any, old: Tensor, behaviour: Tensor
     micro.add("tis_clipfrac", (weight != ratio).to(ratio.dtype))
     micro.add("tis_abs", (ratio - 1).abs())
     return weight
+
+
+def _custom_loss(options: Any, offered: dict[str, Tensor]) -> losses.TokenLoss:
+    token = hooks.LOSS.call(options, **offered)
+    if not isinstance(token, losses.TokenLoss):
+        raise hooks.LOSS.refuse(options, f"returned a {type(token).__name__}; it must be a losses.TokenLoss")
+    loss = _checked(hooks.LOSS, options, "`loss`", token.loss, offered["mask"])
+    clipped = _checked(hooks.LOSS, options, "`clipped`", token.clipped, offered["mask"]).to(loss.dtype)
+    if offered["logp"].requires_grad and not loss.requires_grad:
+        raise hooks.LOSS.refuse(options, "its `loss` has no gradient; it must be computed from logp")
+    for name, scalar in token.scalars.items():
+        if not isinstance(scalar, Tensor) or scalar.dim():
+            raise hooks.LOSS.refuse(options, f"scalar {name!r} is {scalar!r}; it must be a 0-d tensor")
+    return losses.TokenLoss(loss, clipped, {name: scalar.detach() for name, scalar in token.scalars.items()})
+
+
+def _checked(hook: hooks.Hook, options: Any, what: str, x: Any, mask: Tensor) -> Tensor:
+    """`x` with 0 outside the mask, when it is a finite tensor like the mask."""
+    if not isinstance(x, Tensor) or x.shape != mask.shape:
+        seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise hook.refuse(options, f"returned {what} of {seen}; it must be a tensor of {tuple(mask.shape)}")
+    inside = masked(x, mask)
+    # One transfer to the host, and only where a hook is set: better than a NaN that nobody can place.
+    bad = (~torch.isfinite(inside)).nonzero()
+    if len(bad):
+        row, column = bad[0].tolist()
+        raise hook.refuse(options, f"{what} of row {row}, token {column}, is {inside[row, column].item()}")
+    return inside
 
 
 def _report_mismatch(micro: _Micro, trainer: Tensor, behaviour: Tensor) -> None:

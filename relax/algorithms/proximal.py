@@ -12,12 +12,17 @@ def proximal_source(spec: AlgorithmSpec, options: Any) -> Proximal:
 
     Only for "recomputed" does the actor run a forward pass before the batch's first step.
     """
-    compares = spec.ratio or options.use_tis or options.use_opsm or (options.use_kl_loss and options.use_unbiased_kl)
-    if not compares:
+    unbiased_kl = options.use_kl_loss and options.use_unbiased_kl
+    if not (has_ratio(spec, options) or options.use_tis or options.use_opsm or unbiased_kl):
         return "none"
     if options.use_rollout_logprobs:
         return "behaviour"
     return "current" if options.true_on_policy_mode else "recomputed"
+
+
+def has_ratio(spec: AlgorithmSpec, options: Any) -> bool:
+    """Whether the policy loss takes old log-probs. A loss of the user may, whatever that of the algorithm does."""
+    return spec.ratio is not None or options.custom_loss_path is not None
 
 
 def always_current(spec: AlgorithmSpec, options: Any) -> bool:

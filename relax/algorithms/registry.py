@@ -7,11 +7,10 @@ this module can be used wherever options are checked.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
 from typing import Any, Literal
 
 from relax.algorithms import rules
+from relax.algorithms.hooks import load
 from relax.config.violation import Violation
 
 
@@ -32,7 +31,7 @@ class Function:
         """Calls it with `inputs` taken from `offered`. KeyError names an input that is not there."""
         keywords = {parameter: getattr(options, option) for parameter, option in self.options.items()}
         keywords |= {parameter: not getattr(options, option) for parameter, option in self.unless.items()}
-        return resolve(self.path)(*(offered[name] for name in self.inputs), **keywords)
+        return load(self.path)(*(offered[name] for name in self.inputs), **keywords)
 
     @property
     def option_names(self) -> tuple[str, ...]:
@@ -51,6 +50,7 @@ class AlgorithmSpec:
     whitening   (ddof, floor) of the whitening that `normalize_advantages` switches on.
     loss        offered `logp`, `old_logp`, `A`, `mask`; returns a TokenLoss.
     ratio       the level at which the loss compares current with proximal log-probs; None when it does not.
+    whole_batches  whether the short batch at the end of a stream of prompts cannot be trained.
     contract    what a run must satisfy: its options -> violations. `advice`: what the authors recommend -> differences.
     """
 
@@ -61,6 +61,7 @@ class AlgorithmSpec:
     ratio: Literal["token", "sequence"] | None
     whitening: tuple[int, bool] = (1, False)
     min_scored: int = 1
+    whole_batches: bool = False
     contract: Callable[[Any], list[Violation]] = rules.nothing
     advice: Callable[[Any], list[str]] = rules.no_advice
 
@@ -78,16 +79,6 @@ class AlgorithmSpec:
     @property
     def normalizes_rewards(self) -> bool:
         return self.normalizer is not RAW
-
-
-@cache
-def resolve(path: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises ValueError when there is no such thing."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
@@ -153,7 +144,7 @@ for _spec in (
     AlgorithmSpec("cispo", GROUP_MEAN_STD, BROADCAST, CISPO, "token", advice=rules.cispo_advice),
     AlgorithmSpec("sapo", GROUP_MEAN_STD, BROADCAST, SAPO, "token"),
     AlgorithmSpec("m2po", RAW, BROADCAST, M2PO, "token", contract=rules.m2po, advice=rules.m2po_advice),
-    AlgorithmSpec("rloo", LEAVE_ONE_OUT, BROADCAST, RLOO, None, min_scored=2, contract=rules.rloo),
+    AlgorithmSpec("rloo", LEAVE_ONE_OUT, BROADCAST, RLOO, None, min_scored=2, whole_batches=True, contract=rules.rloo),
     AlgorithmSpec("ppo", RAW, GAE, PPO_CLIP, "token", contract=rules.ppo),
     AlgorithmSpec(
         "reinforce_plus_plus", RAW, RETURNS, PPO_CLIP, "token", (0, True), contract=rules.reinforce_plus_plus

@@ -11,12 +11,12 @@ Metrics = dict[str, tuple[float, float]]
 
 
 def of_tokens(
-    spec: AlgorithmSpec, raw: np.ndarray, final: np.ndarray, returns: np.ndarray | None, mask: np.ndarray
+    spec: AlgorithmSpec, options: Any, raw: np.ndarray, final: np.ndarray, returns: np.ndarray | None, mask: np.ndarray
 ) -> Metrics:
     """Advantages before (`raw`) and after (`final`) whitening, and returns, over the loss tokens; flat arrays."""
     tokens = int(mask.sum())
     metrics = {"rollout/advantages": (float(final[mask].sum()), float(tokens))}
-    if returns is None and spec.advantage is RETURNS:
+    if returns is None and spec.advantage is RETURNS and options.custom_advantage_path is None:
         returns = raw
     if returns is not None:
         metrics["rollout/returns"] = (float(returns[mask].sum()), float(tokens))

@@ -26,7 +26,7 @@ def derived_values(given: Mapping[str, Any], default: Callable[[str], Any]) -> d
         "critic_lr": abs(_number(given.get("lr", default("lr")), 0.0)),
     }
     if given.get("num_rollout") is not None:
-        values["lr_decay_steps"] = max(1, whole("num_rollout") * steps)
+        values["lr_decay_steps"] = max(1, (whole("num_rollout") - whole("num_critic_only_steps")) * steps)
     return {name: value for name, value in values.items() if name not in given}
 
 

@@ -1,5 +1,5 @@
-"""Whether this machine can run what the options and the topology ask for: the checkpoint, the prompts, the reward
-function, shared memory, cores. Reads files, starts nothing, imports no torch.
+"""Whether this machine can run what the options and the topology ask for: the checkpoint, the prompts and how they
+fill the last batch, the reward function, hooks, shared memory, cores. Reads files, starts no service, imports no torch.
 """
 
 import json
@@ -14,6 +14,8 @@ from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.resolve import Resolved
 from relax.config.schema import ROLES
+from relax.config.tail import READS as TAIL_READS
+from relax.config.tail import check_tail
 from relax.config.violation import Violation
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -27,6 +29,7 @@ LONGEST_HEADER = 100 * 2**20
 
 def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation]:
     """Every reason why the services of `node` (all for None) cannot run here."""
+    from relax.algorithms.hooks import check as check_hooks
     from relax.data.checks import check as check_data
     from relax.rewards.checks import check as check_rewards
 
@@ -37,8 +40,10 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
         found += check_checkpoint(options, holds_weights=bool(roles & {"rollout", "actor"}))
     if "controller" in roles and options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:
         found += check_data(options)
+        found += check_tail(options) if skip.isdisjoint(TAIL_READS) else []
     if "reward" in roles and not skip & {"rm_type", "custom_rm_path"}:
         found += check_rewards(options)
+    found += check_hooks(options, roles)
     found += _cores(resolved, node)
     return located(resolved, found)
 

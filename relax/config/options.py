@@ -201,7 +201,7 @@ class CorrectionOptions(Section):
     tis_mode: Literal["truncate", "icepop"] = opt("truncate", "outside the bounds: truncated, or set to 0")
     use_opsm: bool = opt(False, "mask off-policy sequences with negative advantage")
     opsm_delta: float = opt(1e-4, "divergence from which a sequence is masked")
-    custom_tis_path: str | None = opt(None, "correction of your own", unavailable=NO_HOOK, metavar="MODULE:FUNCTION")
+    custom_tis_path: str | None = opt(None, "weight of your own, with use-tis", metavar="MODULE:FUNCTION")
 
 
 class KlOptions(Section):
@@ -219,13 +219,9 @@ class KlOptions(Section):
     value_clip: float = opt(0.2, "clip of the value loss", ge=0, unavailable=NO_CRITIC)
     critic_lr: float = opt(0.0, "learning rate of the critic", ge=0, derived="lr", unavailable=NO_CRITIC)
     num_critic_only_steps: int = opt(0, "batches in which only the critic trains", ge=0, unavailable=NO_CRITIC)
-    custom_reward_post_process_path: str | None = opt(
-        None, "reward normalizer of your own", unavailable=NO_HOOK, metavar="MODULE:FUNCTION"
-    )
-    custom_advantage_path: str | None = opt(
-        None, "advantage of your own", unavailable=NO_HOOK, metavar="MODULE:FUNCTION"
-    )
-    custom_loss_path: str | None = opt(None, "loss of your own", unavailable=NO_HOOK, metavar="MODULE:FUNCTION")
+    custom_reward_post_process_path: str | None = opt(None, "reward normalizer of your own", metavar="MODULE:FUNCTION")
+    custom_advantage_path: str | None = opt(None, "advantage function of your own", metavar="MODULE:FUNCTION")
+    custom_loss_path: str | None = opt(None, "policy loss of your own", metavar="MODULE:FUNCTION")
 
 
 class EvalOptions(Section):

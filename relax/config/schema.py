@@ -64,6 +64,5 @@ ROLES: dict[str, type[ServiceEntry]] = {
     "reference": RankedEntry,
 }
 REQUIRED = ("controller", "rollout", "reward", "advantages", "actor")
-UNAVAILABLE = frozenset({"critic", "reference"})
 TOP_LEVEL = ("run", "controller", "nodes", "services", "options")
 ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):(\d{1,5})")

@@ -30,7 +30,6 @@ from relax.config.schema import (
     REQUIRED,
     ROLES,
     TOP_LEVEL,
-    UNAVAILABLE,
     Entry,
     NodeEntry,
     RankedEntry,
@@ -150,8 +149,6 @@ class _Reader:
             if role not in ROLES:
                 self.refuse(where, entries, "is no service", _hint(role, tuple(ROLES)))
                 continue
-            if role in UNAVAILABLE:
-                self.refuse(where, entries, "is not available yet", "Leave the service out.")
             several = isinstance(entries, list)
             for index, entry in enumerate(entries if several else [entries]):
                 place = (*where, index) if several else where

@@ -43,8 +43,8 @@ class Schedule:
 
     @classmethod
     def from_options(cls, options: Any, lr: float, total_steps: int | None) -> "Schedule":
-        """`lr`: --lr or --critic-lr. `total_steps`: optimizer steps of the whole run, None when unknown;
-        --lr-decay-steps goes before it. Raises ValueError naming what to change."""
+        """`lr`: --lr or --critic-lr. `total_steps`: optimizer steps that this model takes in the whole run, None when
+        unknown; a --lr-decay-steps that the user gave goes before it. Raises ValueError naming what to change."""
         if total_steps is not None and total_steps <= 0:
             raise ValueError(f"total_steps is {total_steps}; a run has at least one optimizer step")
         return cls(
@@ -52,7 +52,7 @@ class Schedule:
             options.min_lr,
             options.lr_decay_style,
             options.lr_warmup_steps,
-            options.lr_decay_steps or total_steps,
+            options.lr_decay_steps if options.is_set("lr_decay_steps") else total_steps or options.lr_decay_steps,
         )
 
     def at(self, step: int) -> float:

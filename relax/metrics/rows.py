@@ -19,8 +19,9 @@ class _Open:
 class BatchRows:
     """Collects what the contributors say of each batch and appends its row, in batch order.
 
-    A row is closed when every contributor has reported, or `patience` seconds after the trainer has: then it carries
-    `incomplete: true`. The axes are explicit: `batch` b, `version` b + 1, `step` optimizer steps so far.
+    A row is closed when every contributor has reported, or `patience` seconds after the controller has, which it does
+    when the batch is trained: then it carries `incomplete: true`. The axes are explicit: `batch` b, `version` b + 1,
+    `step` optimizer steps so far, those that only a critic took included.
     """
 
     def __init__(self, path: Path, contributors: frozenset[str], lineage: int, steps_per_batch: int, patience: float):
@@ -38,7 +39,7 @@ class BatchRows:
             return
         row.reported.add(contributor)
         row.metrics.update(metrics)
-        if contributor == "actor":
+        if contributor == "controller":
             row.deadline = time.monotonic() + self._patience
 
     @property

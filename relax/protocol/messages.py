@@ -1,8 +1,10 @@
 """Every message of the pipeline. Above each class: who sends it to whom, and when.
 
-A message is small and frozen. Tensors travel as a `Payload`, small arrays as raw frames. `tell` messages are retried
-until acknowledged and may arrive after the truth moved on: whatever carries a `Lease` is accepted by compare-and-set
-against the ledger, so a duplicate or a zombie is harmless. `ask` messages name their reply in the comment.
+A message is small and frozen. Tensors travel as a `Payload` (relax/protocol/tensors.py says what is in one); an array
+that is a field itself travels raw, in the first frame when it is small, in one of its own otherwise. `tell` messages
+are retried until acknowledged and may arrive after the truth moved on: whatever carries a `Lease` is accepted by
+compare-and-set against the ledger, so a duplicate or a zombie is harmless. `ask` messages name their reply in the
+comment.
 """
 
 import numpy as np
@@ -127,7 +129,7 @@ class Sampled:
 @message
 class Score:
     order: GroupOrder
-    payload: Payload  # arrays of SampledGroup (relax/services/rollout.py)
+    payload: Payload  # arrays of SampledGroup
 
 
 # reward -> advantages, when every sample has its reward. `rewards` is float64 [samples], NaN where the reward function
@@ -194,12 +196,12 @@ class Assembled:
     metrics: dict[str, tuple[str, float, float]]
 
 
-# advantages -> actor (and critic), in answer to Assemble. Arrays: relax/services/train_batch.py.
+# advantages -> actor and, where there is one, critic: the same batch, in answer to Assemble.
 @message
 class TrainBatch:
     batch: int
     leases: tuple[Lease, ...]
-    payload: Payload
+    payload: Payload  # arrays of TrainTensors
 
 
 # actor -> controller, when it begins batch b: the next batch may be committed.
@@ -208,7 +210,7 @@ class Started:
     batch: int
 
 
-# actor -> controller, after the last optimizer step of batch b; v rises to b + 1.
+# actor, critic -> controller, after the last optimizer step of batch b; when all have reported, v rises to b + 1.
 @message
 class Trained:
     batch: int
@@ -226,6 +228,7 @@ class Published:
 
 
 # controller -> rollout: serve this version as soon as you have drained; a newer one replaces it.
+# controller -> reference, where it is refreshed: take this version over if one of your intervals begins with it.
 @message
 class Announce:
     version: int
@@ -252,6 +255,39 @@ class FetchChunk:
 @message
 class Chunk:
     data: np.ndarray
+
+
+# --- critic and reference --------------------------------------------------------------------------------------------
+
+
+# advantages -> reference, for each group as it arrives, and again at assembly for groups that an older reference has
+# scored. Answered by the first reference that is at `version` or later. Reply: ReferenceLogprobs.
+@message
+class ReferenceRequest:
+    version: int
+    payload: Payload  # arrays of Responses
+
+
+# reference -> advantages, reply to ReferenceRequest. `version` of the policy that the reference is, 0 for --ref-load;
+# `logprobs` is float32, one a response token.
+@message
+class ReferenceLogprobs:
+    version: int
+    logprobs: np.ndarray
+
+
+# advantages -> critic, at the assembly of a batch. Answered at exactly this version of the critic, the one that every
+# batch before it has made. Reply: Values.
+@message
+class ValuesRequest:
+    batch: int
+    payload: Payload  # arrays of Responses
+
+
+# critic -> advantages, reply to ValuesRequest. `values` is float32, one a response token.
+@message
+class Values:
+    values: np.ndarray
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

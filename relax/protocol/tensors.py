@@ -1,10 +1,12 @@
-"""The two bundles of tensors that travel: the samples of a group, and the batch the trainer takes.
+"""The bundles of tensors that travel: the samples of a group, the batch the trainer takes, and what a model that only
+looks at responses is asked about.
 
 Both are ragged and flat: sample after sample, with the lengths beside. Nobody pads before the last moment, so padding
 can never become data. Every bundle is checked when it is taken apart; what does not fit names the bundle and the field.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -60,12 +62,48 @@ class SampledGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Responses:
+    """N responses to be looked at by the reference or the critic.
+
+    tokens: int32 [sum(prompt_lens + response_lens)], prompt then response, sample after sample; prompt_lens,
+    response_lens: int32 [N].
+    """
+
+    tokens: np.ndarray
+    prompt_lens: np.ndarray
+    response_lens: np.ndarray
+
+    @classmethod
+    def of(cls, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> "Responses":
+        """From the token ids of each prompt and of its response."""
+        tokens = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+        return cls(
+            tokens=np.concatenate(tokens).astype(np.int32),
+            prompt_lens=np.array([len(p) for p in prompts], np.int32),
+            response_lens=np.array([len(r) for r in responses], np.int32),
+        )
+
+    def arrays(self) -> Arrays:
+        return _arrays(self)
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, where: str) -> "Responses":
+        """Raises TensorError, naming `where`, when the lengths disagree."""
+        held = cls(**_take(cls, arrays, where))
+        _same(where, "response_lens", len(held.response_lens), len(held.prompt_lens))
+        _same(where, "tokens", len(held.tokens), int(held.prompt_lens.sum() + held.response_lens.sum()))
+        return held
+
+
+@dataclass(frozen=True, slots=True)
 class TrainTensors:
     """The batch for the trainer: N samples in (group id, sample index) order, R version runs.
 
     tokens: int32 [sum(prompt_lens + response_lens)], prompt then response, sample after sample; prompt_lens,
     response_lens: int32 [N]; loss_mask: uint8, behaviour_logprobs and advantages: float32, one a response token;
     rewards: float64 [N], NaN where the reward function abstained; group_ids: int64 [N]; runs: int64 [R, 3].
+    Where the run needs them, float32, one a response token: reference_logprobs (for a KL in the loss), values (those
+    that the advantages were made from) and returns (for the critic).
     """
 
     tokens: np.ndarray
@@ -77,6 +115,9 @@ class TrainTensors:
     rewards: np.ndarray
     group_ids: np.ndarray
     runs: np.ndarray
+    reference_logprobs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
     def arrays(self) -> Arrays:
         return _arrays(self)
@@ -88,8 +129,9 @@ class TrainTensors:
         samples, tokens = len(batch.response_lens), int(batch.response_lens.sum())
         for name in ("prompt_lens", "rewards", "group_ids"):
             _same(where, name, len(getattr(batch, name)), samples)
-        for name in ("loss_mask", "behaviour_logprobs", "advantages"):
-            _same(where, name, len(getattr(batch, name)), tokens)
+        for name in ("loss_mask", "behaviour_logprobs", "advantages", "reference_logprobs", "values", "returns"):
+            if (array := getattr(batch, name)) is not None:
+                _same(where, name, len(array), tokens)
         _same(where, "tokens", len(batch.tokens), tokens + int(batch.prompt_lens.sum()))
         _runs(where, batch.runs, batch.response_lens)
         return batch
@@ -105,27 +147,31 @@ _DTYPES: dict[str, tuple[Any, int]] = {
     "prompt_lens": (np.int32, 1),
     "loss_mask": (np.uint8, 1),
     "advantages": (np.float32, 1),
+    "reference_logprobs": (np.float32, 1),
+    "values": (np.float32, 1),
+    "returns": (np.float32, 1),
     "rewards": (np.float64, 1),
     "group_ids": (np.int64, 1),
 }
 
 
 def _arrays(bundle: Any) -> Arrays:
-    return {f.name: getattr(bundle, f.name) for f in fields(bundle)}
+    held = {f.name: getattr(bundle, f.name) for f in fields(bundle)}
+    return {name: array for name, array in held.items() if array is not None}
 
 
 def _take(cls: Any, arrays: Arrays, where: str) -> Arrays:
     names = [f.name for f in fields(cls)]
-    if missing := [n for n in names if n not in arrays]:
+    if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in arrays]:
         raise TensorError(f"{where}: {cls.__name__} lacks {', '.join(missing)}")
     if unknown := [n for n in arrays if n not in names]:
         raise TensorError(f"{where}: {cls.__name__} does not know {', '.join(unknown)}")
-    for name in names:
+    for name in arrays:
         dtype, dims = _DTYPES[name]
         if arrays[name].dtype != dtype or arrays[name].ndim != dims:
             seen = f"{arrays[name].dtype} with {arrays[name].ndim} dimensions"
             raise TensorError(f"{where}: {name} must be {np.dtype(dtype)} with {dims} dimensions, it is {seen}")
-    return {n: arrays[n] for n in names}
+    return dict(arrays)
 
 
 def _same(where: str, name: str, seen: int, expected: int) -> None:

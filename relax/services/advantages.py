@@ -1,45 +1,47 @@
 """The advantages service: filters groups, turns rewards into advantages over the whole batch, assembles the TrainBatch.
 
-Receives `Scored` from reward and reports `Ready` (or `Filtered`) to the controller. Receives `Assemble` with the
-members the controller chose, sends `TrainBatch` to the actor and the batch's rollout metrics to the controller.
+Receives `Scored` from reward, asks the reference where the run has a KL, reports `Ready` (or `Filtered`) to the
+controller. Receives `Assemble` with the members the controller chose, asks the critic where there is one, sends
+`TrainBatch` to those who train and the batch's rollout metrics to the controller.
 """
 
 import asyncio
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from relax.algorithms import registry, signal
+from relax.algorithms.contracts import services_needed
 from relax.data import PromptTokenizer
 from relax.metrics import Metrics
-from relax.metrics import rollout as rollout_metrics
 from relax.protocol.errors import PayloadGone
 from relax.protocol.messages import (
     Assemble,
     Assembled,
     Filtered,
-    GroupOrder,
     Lease,
     Ready,
+    ReferenceLogprobs,
+    ReferenceRequest,
     Rejected,
     Release,
     Scored,
     TrainBatch,
+    Values,
+    ValuesRequest,
 )
 from relax.protocol.payload import PayloadStore
-from relax.protocol.tensors import FINISH_LENGTH, SampledGroup, TrainTensors
+from relax.protocol.tensors import SampledGroup
+from relax.services import assembly
+from relax.services.assembly import RawBatch, ScoredGroup
+from relax.services.intervals import reference_version
 from relax.services.samples import write_samples
 from relax.services.service import Context, Service, ServiceError
 
-
-@dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """A group that waits here until its batch is assembled."""
-
-    order: GroupOrder
-    sampled: SampledGroup
-    rewards: np.ndarray  # float64 [samples], NaN where the reward function abstained
+# Groups that the reference is asked about at once: hides the round trip; the rest waits here, its tensors unsent.
+ASKED_AT_ONCE = 4
 
 
 class Advantages(Service):
@@ -48,7 +50,11 @@ class Advantages(Service):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.spec = registry.get(self.options.advantage_estimator)
+        needed = services_needed(self.options)
+        self.has_reference, self.has_critic = "reference" in needed, "critic" in needed
         self.groups: dict[int, ScoredGroup] = {}
+        self._incomplete = 0  # groups with too few rewards, since the last batch
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
         self._ready = asyncio.Event()
 
     def handlers(self) -> dict[type, Any]:
@@ -77,14 +83,82 @@ class Advantages(Service):
         if held is not None and held.order.lease.fence > lease.fence:
             return
         if reason := signal.unusable(self.spec, message.rewards):
+            self._incomplete += reason == signal.TOO_FEW_REWARDS
             self.report(Filtered(lease, reason))
             return
-        self.groups[lease.group] = ScoredGroup(message.order, sampled, message.rewards)
+        group = self.groups[lease.group] = ScoredGroup(message.order, sampled, message.rewards)
+        if self.has_reference:
+            # No batch below its newest version can still take the group, so no older reference will be wanted.
+            await self._ask_reference(group, self._reference_of(int(sampled.runs[:, 1].max())))
+            if self.groups.get(lease.group) is not group:
+                return
         self.report(Ready(lease, sampled.oldest_version, int(sampled.response_lens.sum())))
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for group in message.groups:
             self.groups.pop(group, None)
+
+    # --- reference and critic ----------------------------------------------------------------------------------------
+
+    def _reference_of(self, batch: int) -> int:
+        return reference_version(batch, self.options.ref_update_interval)
+
+    async def _ask_reference(self, group: ScoredGroup, version: int) -> None:
+        """Log-probs of the group by the reference at `version` or later."""
+        lease = group.order.lease
+        async with self._asking:
+            payload = self.payloads.put(
+                f"group {lease.group}.{lease.fence} for the reference", group.responses().arrays()
+            )
+            ask = ReferenceRequest(version, payload)
+            reply = await self._ask("reference", ask, payload.id)
+        assert isinstance(reply, ReferenceLogprobs)
+        group.reference_logprobs = self._one_a_token(reply.logprobs, group.sampled.response_lens, payload.id)
+        group.reference_version = reply.version
+
+    async def _settle_reference(self, batch: int, members: Iterable[ScoredGroup], metrics: Metrics) -> None:
+        """Every member is scored by the one reference version of the batch; those scored by an older one once more."""
+        wanted = self._reference_of(batch)
+        older = [m for m in members if m.reference_version < wanted]
+        started = time.monotonic()
+        await asyncio.gather(*(self._ask_reference(member, wanted) for member in older))
+        metrics.sum("perf/assembly_wait_s/reference", time.monotonic() - started)
+        metrics.last("pipeline/reference_version", wanted)
+        metrics.sum("pipeline/reference_rescored", len(older))
+        for member in members:
+            if member.reference_version != wanted:
+                raise ServiceError(
+                    f"group {member.order.lease.group} of batch {batch} was scored by reference version "
+                    f"{member.reference_version}; the batch takes version {wanted} alone"
+                )
+
+    async def _ask_values(self, batch: int, raw: RawBatch, metrics: Metrics) -> np.ndarray:
+        started = time.monotonic()
+        payload = self.payloads.put(f"batch {batch} for the critic", raw.responses.arrays())
+        reply = await self._ask("critic", ValuesRequest(batch, payload), payload.id)
+        assert isinstance(reply, Values)
+        metrics.sum("perf/assembly_wait_s/critic", time.monotonic() - started)
+        return self._one_a_token(reply.values, raw.responses.response_lens, payload.id)
+
+    async def _ask(self, role: str, message: Any, payload_id: str) -> Any:
+        member = await self.member(role)
+        try:
+            # It may have to train a batch or load weights first, for which it has the stall timeout; that it lives is
+            # known from its heartbeats. The peer timeout on top lets it say itself what it waited for.
+            wait = self.options.stall_timeout + self.options.peer_timeout
+            return await self.mailbox.ask(member.endpoint, message, deadline=wait)
+        finally:
+            self.payloads.release(payload_id)
+
+    @staticmethod
+    def _one_a_token(array: np.ndarray, response_lens: np.ndarray, what: str) -> np.ndarray:
+        tokens = int(response_lens.sum())
+        if array.dtype != np.float32 or array.shape != (tokens,):
+            raise ServiceError(f"{what}: {array.dtype} {list(array.shape)} came back for {tokens} response tokens")
+        if not np.isfinite(array).all():
+            bad = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise ServiceError(f"{what}: {array[bad]} came back for response token {bad}")
+        return array
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -93,16 +167,27 @@ class Advantages(Service):
 
     async def _assemble(self, message: Assemble) -> None:
         await self._ready.wait()
-        members = [self._member(message.batch, lease) for lease in message.leases]
-        self.activity = f"assembling batch {message.batch}"
+        b = message.batch
+        members = [self._member(b, lease) for lease in message.leases]
+        incomplete, self._incomplete = self._incomplete, 0
+        self.activity = f"assembling batch {b}"
         metrics = Metrics()
-        tensors = await asyncio.to_thread(self._tensors, message.batch, members, metrics)
-        payload = self.payloads.put(f"batch {message.batch}", tensors.arrays())
+        if self.has_reference:
+            await self._settle_reference(b, members, metrics)
+        raw = await asyncio.to_thread(assembly.join, members)
+        assembly.measure(metrics, b, raw)
+        values = await self._ask_values(b, raw, metrics) if self.has_critic else None
+        tensors = await asyncio.to_thread(
+            assembly.train_tensors, self.spec, self.options, raw, values, incomplete, metrics
+        )
+        payload = self.payloads.put(f"batch {b}", tensors.arrays())
         # The actor takes one batch ahead of the one it trains, so it has the one before the last by now.
-        self.payloads.release(f"batch {message.batch - 2}")
-        actor = await self.member("actor")
-        self.send(actor.endpoint, TrainBatch(message.batch, message.leases, payload))
-        self.report(Assembled(message.batch, metrics.wire()))
+        self.payloads.release(f"batch {b - 2}")
+        for role in ("actor", "critic") if self.has_critic else ("actor",):
+            member = await self.member(role)
+            self.send(member.endpoint, TrainBatch(b, message.leases, payload))
+        await asyncio.to_thread(write_samples, self.run.samples_dir, b, members, self.tokenizer)
+        self.report(Assembled(b, metrics.wire()))
         self.activity = "waiting for groups"
 
     def _member(self, batch: int, lease: Lease) -> ScoredGroup:
@@ -111,42 +196,3 @@ class Advantages(Service):
             seen = "nothing" if held is None else held.order.lease
             raise ServiceError(f"batch {batch} names {lease}, but advantages holds {seen} of that group")
         return held
-
-    def _tensors(self, batch: int, members: list[ScoredGroup], metrics: Metrics) -> TrainTensors:
-        members = sorted(members, key=lambda m: m.order.lease.group)
-        counts = [len(m.rewards) for m in members]
-        group_ids = np.repeat(np.array([m.order.lease.group for m in members], np.int64), counts)
-        rewards = np.concatenate([m.rewards for m in members])
-        response_lens = np.concatenate([m.sampled.response_lens for m in members])
-        finish = np.concatenate([m.sampled.finish for m in members])
-        runs = _join_runs([m.sampled.runs for m in members], counts)
-        tokens = [
-            part for m in members for response in m.sampled.responses() for part in (m.order.prompt_tokens, response)
-        ]
-        # An abstaining sample has no reward to learn from: it leaves the loss.
-        loss_mask = np.repeat(np.isfinite(rewards).astype(np.uint8), response_lens)
-        result = signal.batch_advantages(self.spec, self.options, rewards, group_ids, response_lens, loss_mask)
-        rollout_metrics.rewards(metrics, rewards, group_ids)
-        rollout_metrics.lengths(metrics, response_lens, finish == FINISH_LENGTH)
-        rollout_metrics.staleness(metrics, batch, runs)
-        for name, (total, count) in result.metrics.items():
-            metrics.mean(name, total, count)
-        tensors = TrainTensors(
-            tokens=np.concatenate(tokens).astype(np.int32),
-            prompt_lens=np.repeat(np.array([len(m.order.prompt_tokens) for m in members], np.int32), counts),
-            response_lens=response_lens,
-            loss_mask=loss_mask,
-            behaviour_logprobs=np.concatenate([m.sampled.behaviour_logprobs for m in members]),
-            advantages=result.advantages.astype(np.float32),
-            rewards=rewards,
-            group_ids=group_ids,
-            runs=runs,
-        )
-        write_samples(self.run.samples_dir, batch, members, self.tokenizer)
-        return tensors
-
-
-def _join_runs(runs: list[np.ndarray], counts: list[int]) -> np.ndarray:
-    """The runs of all groups with sample indices of the batch."""
-    offsets = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    return np.concatenate([r + np.array([[o, 0, 0]]) for r, o in zip(runs, offsets, strict=True)])

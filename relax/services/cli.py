@@ -25,6 +25,8 @@ SERVICES = {
     "reward": "relax.services.reward:Reward",
     "advantages": "relax.services.advantages:Advantages",
     "actor": "relax.services.actor:Actor",
+    "critic": "relax.services.critic:Critic",
+    "reference": "relax.services.reference:Reference",
 }
 # role of several ranks -> module and class of what each rank does. torchrun starts this module again for each rank.
 RANKED = {

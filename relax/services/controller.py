@@ -9,6 +9,7 @@ import asyncio
 import time
 from typing import Any
 
+from relax.algorithms.contracts import services_needed
 from relax.data import PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
 from relax.gate.verdicts import Batch
@@ -46,7 +47,7 @@ from relax.protocol.messages import (
     Welcome,
 )
 from relax.services.draws import Draw, Draws
-from relax.services.registry import Registry
+from relax.services.registry import ALWAYS_NEEDED, Registry
 from relax.services.replicas import Replica, Replicas
 from relax.services.service import Context, Service, ServiceError, shared_options
 from relax.weights.manifest import Manifest
@@ -66,16 +67,20 @@ class Controller(Service):
         self.lockstep = o.max_staleness == 0
         self.gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last)
         self.book = GroupBook(self.lineage)
-        self.registry = Registry(shared_options(o))
+        extra = services_needed(o)
+        self.trainers = frozenset({"actor"}) | (extra & {"critic"})
+        self.registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
         self.replicas = Replicas()
         self.weights: Published | None = None
         self.rows = BatchRows(
             self.run.metrics,
-            frozenset({"controller", "advantages", "actor"}),
+            frozenset({"controller", "advantages"}) | self.trainers,
             self.lineage,
             o.num_steps_per_rollout,
             END_SECONDS,
         )
+        self._trained: dict[int, dict[str, Trained]] = {}  # batch -> role -> its report, until all have reported
+        self._early_publication: Published | None = None
         self._counts = Metrics()  # of the row that is open
         self._rollout_counters: dict[str, float] = {}
         self._set_aside_in_a_row = 0
@@ -246,7 +251,15 @@ class Controller(Service):
     def _set_aside(self, group: int, why: Rejected) -> None:
         """A prompt that was rejected too often leaves the run; a batch of them in a row is a fault of the run."""
         prompt = self.draws[group].prompt
-        self.log.error("prompt_set_aside", group=group, prompt_id=prompt.prompt_id, epoch=prompt.epoch)
+        self.log.error(
+            "prompt_set_aside",
+            group=group,
+            prompt_id=prompt.prompt_id,
+            epoch=prompt.epoch,
+            stage=why.stage,
+            reason=why.reason,
+            error=why.detail,
+        )
         self._counts.sum("rollout/set_aside", 1)
         self._drop(group, "set_aside")
         self._set_aside_in_a_row += 1
@@ -283,20 +296,34 @@ class Controller(Service):
         self._turn()
 
     async def on_trained(self, message: Trained, sender: Any) -> None:
-        groups = self.book.trained(message.batch)
-        self.gate.trained(message.batch)
+        b, role = message.batch, self.registry.role(sender.name)
+        if role not in self.trainers:
+            raise ServiceError(f"{sender.name} reports that it trained batch {b}, but it is no trainer of this run")
+        reports = self._trained.setdefault(b, {})
+        reports[role] = message
+        self.rows.report(b, role, message.metrics)
+        if reports.keys() == self.trainers:
+            del self._trained[b]
+            self._version_rises(b, reports["actor"])
+        self._turn()
+
+    def _version_rises(self, batch: int, by_actor: Trained) -> None:
+        """Every trainer has finished the batch."""
+        groups = self.book.trained(batch)
+        self.gate.trained(batch)
         for group in groups:
             self.draws.ended(group)
         self._release(groups)
-        self.rows.report(message.batch, "actor", message.metrics)
-        self.rows.report(message.batch, "controller", self._row(message))
-        self._turn()
+        self.rows.report(batch, "controller", self._row(by_actor))
+        if self._early_publication is not None:
+            early, self._early_publication = self._early_publication, None
+            self._publication(early)
 
-    def _row(self, message: Trained) -> dict[str, Any]:
+    def _row(self, by_actor: Trained) -> dict[str, Any]:
         """The controller's own share of a batch's row: speed, what was dropped, how long rollout waited."""
         now = time.monotonic()
         row, self._counts = self._counts, Metrics()
-        tokens = message.metrics["perf/response_tokens"][1]
+        tokens = by_actor.metrics["perf/response_tokens"][1]
         row.last("perf/tokens_per_s", tokens / max(now - self._row_started, 1e-9))
         row.last("perf/batch_s", now - self._row_started)
         row.last("pipeline/in_flight", self.gate.in_flight)
@@ -316,13 +343,23 @@ class Controller(Service):
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def on_published(self, message: Published, sender: Any) -> None:
+        if message.version > self.gate.version:
+            # The actor does not wait for the critic; a version counts as published once v has risen to it.
+            self._early_publication = message
+        else:
+            self._publication(message)
+        self._turn()
+
+    def _publication(self, message: Published) -> None:
         tag = Manifest.from_json(message.manifest).tag
         self.weights = message
         self.gate.published(message.version)
         self.book.published(tag.version, step=tag.step, digest=tag.digest, size=tag.bytes, created_at=tag.created_at)
         for replica in self.replicas:
             self._announce_to(replica)
-        self._turn()
+        if self.options.ref_update_interval is not None:
+            for reference in self.of_role("reference"):
+                self.send(reference.endpoint, Announce(message.version, message.manifest))
 
     def _announce_to(self, replica: Replica) -> None:
         if self.weights is not None:

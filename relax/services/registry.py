@@ -4,12 +4,13 @@ No clock and no message inside: the controller says what time it is and tells th
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax.protocol.messages import Member, Register
 
-# A run cannot move without one of each.
-NEEDED = ("rollout", "reward", "advantages", "actor")
+# No run can move without one of each.
+ALWAYS_NEEDED = ("rollout", "reward", "advantages", "actor")
 
 
 class RegistrationError(Exception):
@@ -26,8 +27,11 @@ class Entry:
 
 
 class Registry:
-    def __init__(self, options: dict[str, str]) -> None:
-        self._options = options
+    """`options` are those that all members share, as JSON values; `needed` the roles without which this run cannot
+    move."""
+
+    def __init__(self, options: dict[str, str], needed: Sequence[str] = ALWAYS_NEEDED) -> None:
+        self._options, self._needed = options, needed
         self.entries: dict[str, Entry] = {}
 
     def register(self, message: Register, now: float) -> Entry:
@@ -64,6 +68,11 @@ class Registry:
         entry.heard, entry.activity, entry.counters = now, activity, counters
         return True
 
+    def role(self, name: str) -> str | None:
+        """The role of a member; None when nobody of that name is one."""
+        entry = self.entries.get(name)
+        return None if entry is None else entry.member.role
+
     def members(self) -> tuple[Member, ...]:
         return tuple(entry.member for entry in self.entries.values())
 
@@ -72,7 +81,7 @@ class Registry:
 
     def missing(self) -> list[str]:
         """Roles without which the run cannot move and that nobody has taken yet."""
-        return [role for role in NEEDED if not self.of_role(role)]
+        return [role for role in self._needed if not self.of_role(role)]
 
     def silent(self, now: float, timeout: float) -> Entry | None:
         """The member that has been silent longest, if it is past `timeout` seconds."""

@@ -18,8 +18,6 @@ from relax.engines.base import BadResult, Engine, Request, RequestRefused, Resul
 from relax.engines.vllm import VllmEngine
 from relax.protocol.messages import (
     Announce,
-    Chunk,
-    FetchChunk,
     Generate,
     GroupOrder,
     Rejected,
@@ -30,9 +28,9 @@ from relax.protocol.messages import (
 )
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import FINISH_LENGTH, FINISH_STOP, SampledGroup
+from relax.services.chunks import weight_agent
 from relax.services.seeds import sample_seed
 from relax.services.service import Context, Service, ServiceError
-from relax.weights.agent import WeightAgent
 from relax.weights.errors import Superseded
 from relax.weights.manifest import Manifest
 
@@ -59,7 +57,7 @@ class Rollout(Service):
     async def prepare(self) -> None:
         self.activity = "starting the engine"
         await self.engine.start()
-        self.agent = WeightAgent(self.run.shm_dir, fetch=self._fetch_chunk)
+        self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
         self.spawn(self._follow_versions(), "weights")
         self.activity = "waiting for weights"
@@ -179,12 +177,6 @@ class Rollout(Service):
         self.report(Serving(tag.version, self.options.rollout_credit))
         self.log.info("weights_loaded", version=tag.version, seconds=round(self._idle_since - started, 3))
         return True
-
-    async def _fetch_chunk(self, version: int, digest: str) -> np.ndarray | None:
-        actor = await self.member("actor")
-        reply = await self.mailbox.ask(actor.endpoint, FetchChunk(version, digest), deadline=self.options.peer_timeout)
-        assert isinstance(reply, Chunk)
-        return reply.data if len(reply.data) else None
 
     async def _watch_engine(self) -> None:
         raise ServiceError(await self.engine.died)

@@ -1,0 +1,113 @@
+"""The reference service: gives log-probs of responses under the reference policy, and does not train.
+
+Receives `ReferenceRequest` from advantages and `Announce` from the controller. Rank 0 holds the mailbox and leads the
+other ranks; one thread touches the model, so requests are answered one after the other.
+
+**Which reference scores a batch.** Version 0 is --ref-load. With --ref-update-interval k the reference becomes version
+c of the policy at every batch index c > 0 that k divides: batch b is scored by version floor(b / k) k and no other.
+The reference takes such a version over as soon as it is announced, and that is exact, neither too early nor too late:
+
+- Not too early. Version c is announced after batch c - 1 is trained, so after it was assembled: no batch below c is
+  left that could still ask for an older reference. (Groups scored by the older one which end up in a batch of c or
+  later are asked about again, at assembly.)
+- Not too late. Batch c is not assembled before the reference is at c: the request names the version and waits for it.
+- Not missed. A node's store keeps the two newest versions, so c is overwritten by the second publication after it.
+  That one takes batch c + 1 to be trained, and batch c before it, which was assembled: the reference had c by then.
+
+This needs every such version to be published: k is a multiple of --update-weights-interval.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from relax.protocol.messages import Announce, ReferenceLogprobs, ReferenceRequest
+from relax.protocol.payload import PayloadStore
+from relax.protocol.tensors import Responses
+from relax.services.chunks import weight_agent
+from relax.services.intervals import reference_version
+from relax.services.milestone import Milestone
+from relax.services.ranks import Leader, Ranks
+from relax.services.reference_work import ReferenceWork
+from relax.services.service import Context, Service, ServiceError
+from relax.weights.manifest import Manifest
+
+
+class Reference(Service):
+    role = "reference"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.version = Milestone()
+        self._held = 0  # the version in the model; belongs to the model's thread
+        self._ranks: Ranks[ReferenceWork] = Ranks(self.role)
+        self._refreshing = asyncio.Lock()
+
+    def handlers(self) -> dict[type, Any]:
+        self.payloads = PayloadStore(self.mailbox)
+        return {ReferenceRequest: self.on_request, Announce: self.on_announce}
+
+    async def prepare(self) -> None:
+        self.activity = "building the model"
+        self._work = await self._ranks.build(ReferenceWork, self.options)
+        self.spawn(self._ranks.keep(), "keeping the ranks")
+        self.agent = weight_agent(self)
+        self.log.info("model_built", parameters=self._work.reference.num_parameters)
+        self.version.reach(0)
+        self.activity = "waiting for groups"
+
+    async def release(self) -> None:
+        await self._ranks.close(self.clean)
+
+    async def on_request(self, message: ReferenceRequest, sender: Any) -> ReferenceLogprobs:
+        arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
+        responses = Responses.from_arrays(arrays, message.payload.id)
+        await self._reached(message.version)
+        self.activity = f"scoring with version {self.version.value}"
+        version, logprobs = await self._ranks.lead(lambda ranks: self._score(ranks, responses))
+        self.counters["samples"] += len(responses.response_lens)
+        self.activity = "waiting for groups"
+        return ReferenceLogprobs(version, logprobs)
+
+    def _score(self, ranks: Leader[ReferenceWork], responses: Responses) -> tuple[int, np.ndarray]:
+        """On the model's thread, where the version cannot change in between."""
+        return self._held, ranks.run(self._work.logprobs, responses.arrays())
+
+    async def _reached(self, version: int) -> None:
+        # A version to come is there after a batch is trained, which no clock but the stall timeout bounds.
+        limit = self.options.stall_timeout
+        try:
+            await self.version.wait(version, limit)
+        except TimeoutError:
+            raise ServiceError(
+                f"{self.name} was asked for reference version {version} and has been at {self.version.value} for "
+                f"--stall-timeout {limit:g} s: the actor has not published it"
+            ) from None
+
+    # --- refresh -----------------------------------------------------------------------------------------------------
+
+    async def on_announce(self, message: Announce, sender: Any) -> None:
+        version = message.version
+        ends_the_run = self.num_batches is not None and version >= self.num_batches
+        if version and version == reference_version(version, self.options.ref_update_interval) and not ends_the_run:
+            self.spawn(self._refresh(message), f"refresh to version {version}")
+
+    async def _refresh(self, message: Announce) -> None:
+        manifest = Manifest.from_json(message.manifest, "the controller")
+        await self._reached(0)
+        async with self._refreshing:
+            started = time.monotonic()
+            self.activity = f"loading version {message.version}"
+            await self.agent.ensure(manifest, deadline=self.options.peer_timeout)
+            await self._ranks.lead(lambda ranks: self._load(ranks, manifest))
+            self.version.reach(message.version)
+            self.activity = "waiting for groups"
+        self.log.info("reference_refreshed", version=message.version, seconds=round(time.monotonic() - started, 3))
+
+    def _load(self, ranks: Leader[ReferenceWork], manifest: Manifest) -> None:
+        """On the model's thread. The lease keeps the set where it is until the last rank has found it."""
+        with self.agent.store.open(manifest, verify=False):
+            ranks.run(self._work.refresh, str(self.run.shm_dir), manifest.to_json().decode())
+        self._held = manifest.tag.version
