@@ -29,8 +29,6 @@ Dtype = Literal["float32", "bfloat16"]
 PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
-NO_REFERENCE = "There is no reference service yet, so every option of the KL is out of reach; leave them off."
-NO_CRITIC = "There is no critic service yet; choose an estimator without one."
 NO_PARTIAL = "Replicas drain before they load new weights; leave it off."
 NO_HOOK = "This hook is not called yet; leave it out."
 NO_SIMULATION = "The simulated engine is not there yet; leave it out."
@@ -207,18 +205,16 @@ class CorrectionOptions(Section):
 class KlOptions(Section):
     """KL, reference and critic"""
 
-    kl_coef: float = opt(0.0, "weight of the KL in the reward", ge=0, unavailable=NO_REFERENCE)
-    use_kl_loss: bool = opt(False, "a KL term in the loss", unavailable=NO_REFERENCE)
-    kl_loss_coef: float = opt(0.0, "weight of the KL in the loss", ge=0, unavailable=NO_REFERENCE)
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = opt("k3", "estimator", unavailable=NO_REFERENCE)
-    use_unbiased_kl: bool = opt(False, "KL times the importance ratio", unavailable=NO_REFERENCE)
-    ref_load: Path | None = opt(None, "checkpoint of the reference policy", unavailable=NO_REFERENCE)
-    ref_update_interval: int | None = opt(
-        None, "batches between two refreshes of the reference", ge=1, unavailable=NO_REFERENCE
-    )
-    value_clip: float = opt(0.2, "clip of the value loss", ge=0, unavailable=NO_CRITIC)
-    critic_lr: float = opt(0.0, "learning rate of the critic", ge=0, derived="lr", unavailable=NO_CRITIC)
-    num_critic_only_steps: int = opt(0, "batches in which only the critic trains", ge=0, unavailable=NO_CRITIC)
+    kl_coef: float = opt(0.0, "weight of the KL in the reward", ge=0)
+    use_kl_loss: bool = opt(False, "a KL term in the loss")
+    kl_loss_coef: float = opt(0.0, "weight of the KL in the loss", ge=0)
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = opt("k3", "estimator")
+    use_unbiased_kl: bool = opt(False, "KL times the importance ratio")
+    ref_load: Path | None = opt(None, "checkpoint of the reference policy")
+    ref_update_interval: int | None = opt(None, "batches between two refreshes of the reference", ge=1)
+    value_clip: float = opt(0.2, "clip of the value loss", ge=0)
+    critic_lr: float = opt(0.0, "learning rate of the critic", ge=0, derived="lr")
+    num_critic_only_steps: int = opt(0, "batches in which only the critic trains", ge=0)
     custom_reward_post_process_path: str | None = opt(None, "reward normalizer of your own", metavar="MODULE:FUNCTION")
     custom_advantage_path: str | None = opt(None, "advantage function of your own", metavar="MODULE:FUNCTION")
     custom_loss_path: str | None = opt(None, "policy loss of your own", metavar="MODULE:FUNCTION")
