@@ -59,9 +59,12 @@ def cispo(
 
     Both sides are clipped for every token, and a clipped token keeps its gradient.
     """
-    ratio = clamped_ratio(logp - old_logp).detach()
-    weight = ratio.clamp(1 - eps_clip, 1 + _high(eps_clip, eps_clip_high))
-    return TokenLoss(weight * -A.detach() * logp, (weight != ratio).to(logp.dtype))
+    with torch.no_grad():
+        ratio = clamped_ratio(logp - old_logp)
+        weight = ratio.clamp(1 - eps_clip, 1 + _high(eps_clip, eps_clip_high))
+        clipped = ratio.ne_(weight).to(logp.dtype)
+        weight.mul_(A).neg_()
+    return TokenLoss(weight * logp, clipped)
 
 
 def sapo(logp: Tensor, old_logp: Tensor, A: Tensor, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
@@ -70,10 +73,8 @@ def sapo(logp: Tensor, old_logp: Tensor, A: Tensor, tau_pos: float = 1.0, tau_ne
     At r = 1 the gradient is -A whatever tau is. Nothing is clipped.
     """
     ratio = clamped_ratio(logp - old_logp)
-    positive = A > 0
-    tau = torch.where(positive, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
-    weight = torch.where(positive, ratio.new_tensor(4.0 / tau_pos), ratio.new_tensor(4.0 / tau_neg)) * -A
-    loss = torch.sigmoid(tau * (ratio - 1.0)) * weight
+    tau = torch.where(A > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
+    loss = (ratio - 1.0).mul_(tau).sigmoid_() * (-4 * A / tau)
     return TokenLoss(loss, torch.zeros_like(loss))
 
 

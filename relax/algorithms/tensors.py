@@ -23,7 +23,8 @@ def clamped_ratio(log_ratio: Tensor) -> Tensor:
     """
     if log_ratio.dtype in (torch.float16, torch.bfloat16):
         log_ratio = log_ratio.float()
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    # In place on the clamped copy, which nothing else holds: a loss is bound by memory, not by arithmetic.
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
 
 
 def row_mean(x: Tensor, mask: Tensor) -> Tensor:
