@@ -11,7 +11,7 @@ from relax.config.machine import check_machine
 from relax.config.resolve import Resolved, accepted, resolve
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
-from relax.launch.plan import Command, describe, plan, service_command
+from relax.launch.plan import Command, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
 from relax.launch.rundir import RunDir, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
@@ -90,7 +90,8 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
     progress = Progress(run.metrics, options.num_rollout)
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
     with view:
-        supervisor = Supervisor(run, plans, peer_timeout=options.peer_timeout, tick=view.tick)
+        mark = mark_of(run, given.own.node)
+        supervisor = Supervisor(run, plans, mark=mark, peer_timeout=options.peer_timeout, tick=view.tick)
         outcome = supervisor.run()
         view.tick(supervisor.children)
     return _report(run, outcome)

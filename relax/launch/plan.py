@@ -48,18 +48,24 @@ def plan(
             name=service.name,
             role=service.role,
             command=tuple(command(service, run.topology, run.path, passed)),
-            environment=environment(service, run.run_id),
+            environment=environment(service, mark_of(run, node)),
             cores=service.cores,
         )
         for service in services
     ]
 
 
-def environment(service: Service, run_id: str) -> dict[str, str]:
+def mark_of(run: RunDir, node: str | None) -> str:
+    """What the processes that one launcher starts carry in their environment. Two launchers of one run on one host
+    (nodes that share it) must not end each other's."""
+    return f"{run.run_id}.{node}" if node else run.run_id
+
+
+def environment(service: Service, mark: str) -> dict[str, str]:
     """What a service finds in its environment beyond the launcher's own."""
     threads = str(service.threads)
     devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, service.devices))} if service.devices else {}
-    return {MARK: run_id, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **devices}
+    return {MARK: mark, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **devices}
 
 
 def flag_words(options: Mapping[str, Any]) -> list[str]:

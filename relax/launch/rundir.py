@@ -28,6 +28,9 @@ from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
 from relax.launch.places import enter, places_of, remove_if_dead, try_lock
 
+# In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
+HOME = "run"
+
 
 class RunDir:
     """One run as seen from this host. Make it with `create`, `create_or_join` or `load`, never directly.
@@ -137,10 +140,10 @@ class RunDir:
     ) -> "RunDir":
         """Takes part in run `run_id`, whose own directory is with its controller, perhaps on another host.
 
-        Logs and samples of this host's services go to `path`, by default `<directory>/<name>-<run_id>`. Raises
-        ConfigError when `path` holds another run.
+        Logs and samples of this host's services go to `path`; by default to the run's directory on this host if it has
+        one, else to `<directory>/<name>-<run_id>`. Raises ConfigError when `path` holds another run.
         """
-        path = (path or directory / f"{name}-{run_id}").absolute()
+        path = (path or _home(run_id) or directory / f"{name}-{run_id}").absolute()
         with _creating(path):
             if not (path / "runtime.json").is_file():
                 return cls._open(path, config, topology, run_id)
@@ -186,6 +189,8 @@ class RunDir:
         run_id = run_id or secrets.token_hex(6)
         runtime_dir, shm_dir = places_of(run_id)
         run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir))
+        with contextlib.suppress(FileExistsError):
+            (runtime_dir / HOME).symlink_to(path)
         for folder in (run.logs_dir, run.samples_dir, run.weights_dir):
             folder.mkdir(exist_ok=True)
         run.config.write_text(config)
@@ -202,6 +207,12 @@ class RunDir:
         aside.write_text(json.dumps(facts, indent=2) + "\n")
         aside.rename(path / "runtime.json")
         return run
+
+
+def _home(run_id: str) -> Path | None:
+    """The directory of a run that has one on this host."""
+    home = places_of(run_id)[0] / HOME
+    return home.resolve() if home.is_dir() else None
 
 
 def refusals(path: Path) -> list[Violation]:

@@ -70,9 +70,11 @@ class Supervisor:
         run: RunDir,
         plans: Sequence[ProcessPlan],
         *,
+        mark: str,
         peer_timeout: float = 60.0,
         tick: Callable[[Sequence[Child]], None] = lambda children: None,
     ) -> None:
+        self.mark = mark
         self.run_dir = run
         self.plans = plans
         self.peer_timeout = peer_timeout
@@ -88,7 +90,7 @@ class Supervisor:
         A controller that ends with 0 ends the run; without a controller on this host the run ends when all processes
         have ended with 0.
         """
-        guard = Guard(self.run_dir.run_id, self.run_dir.runtime_dir, self.run_dir.shm_dir)
+        guard = Guard(self.mark, self.run_dir.runtime_dir, self.run_dir.shm_dir)
         try:
             with self._catching_signals():
                 try:
@@ -187,7 +189,7 @@ class Supervisor:
             if child.process.poll() is None:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
-        sweep(self.run_dir.run_id, {child.process.pid for child in self.children}, term_seconds=1.0)
+        sweep(self.mark, {child.process.pid for child in self.children}, term_seconds=1.0)
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:

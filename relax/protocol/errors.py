@@ -1,4 +1,3 @@
-
 """What can go wrong between two services, each with the peer, the message kind and the reason in its text."""
 
 

@@ -1,8 +1,6 @@
 """What can be wrong with a set of weights, one class per thing a caller may want to act on."""
 
 
-
-
 class WeightError(Exception):
     """A set of weights was refused. The message names the set, what was seen and what to change."""
 

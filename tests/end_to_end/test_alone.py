@@ -39,7 +39,8 @@ def test_services_started_one_by_one_are_a_run(tmp_path: Path, transport: str) -
     assert codes == [0] * 5, "\n".join((tmp_path / f"{role}.txt").read_text() for role in ROLES)
     directory = tmp_path / "run" if transport == "ipc" else tmp_path / "runs" / "alone-1"
     assert len(tiny_run.Run(directory, 0, "").rows) == 6
-    assert (directory / "export" / "config.json").is_file() or transport == "tcp"
+    assert (directory / "export" / "config.json").is_file()
+    assert (directory / "logs" / "rollout-0.jsonl").is_file()
 
 
 def free_port() -> int:

@@ -1,12 +1,16 @@
 """relax-launch with real processes: how a run ends, what is said last, and that nothing is left behind."""
 
+import asyncio
 import contextlib
 import itertools
 import json
 import os
+import queue
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +21,9 @@ import yaml
 
 from relax.launch.rundir import RunDir
 from relax.launch.sweep import processes_of, sweep
+from relax.protocol.mailbox import Mailbox
+from relax.protocol.messages import Hello, Welcome
+from relax.protocol.security import Security
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -245,10 +252,44 @@ def test_a_node_without_a_controller_ends_with_its_services(launch: Launch) -> N
     nodes = {name: {"address": f"10.0.0.{n}"} for n, name in enumerate(("left", "right"))}
     launch.services = {role: {"node": "right" if role == "rollout" else "left"} for role in ROLES}
     launch.services["rollout"]["replicas"] = 2
-    launch.top = {"nodes": nodes, "controller": "tcp://10.0.0.0:5755", "options": {"insecure": True}}
-    code, out, err = launch.start("--node", "right", rollout_0="exit=0", rollout_1="sleep=0.3 exit=0").end()
+    with controller_of("a1b2c3d4e5f6") as endpoint:
+        # By this host's name, since a loopback address is refused where several hosts take part.
+        named = f"tcp://{socket.gethostname()}:{endpoint.rpartition(':')[2]}"
+        launch.top = {"nodes": nodes, "controller": named, "options": {"insecure": True}}
+        code, out, err = launch.start("--node", "right", rollout_0="exit=0", rollout_1="sleep=0.3 exit=0").end()
     assert code == 0, err
     assert "services: rollout-0, rollout-1" in out and launch.nothing_is_left()
+    assert RunDir.load(launch.folder / "runs" / "t-a1b2c3d4e5f6").run_id == "a1b2c3d4e5f6"
+
+
+@contextlib.contextmanager
+def controller_of(run_id: str) -> Iterator[str]:
+    """The endpoint of a mailbox that knows its run, as a controller on another host would be."""
+    ready: queue.Queue[str] = queue.Queue(1)
+    loop = asyncio.new_event_loop()
+
+    async def welcome(message: Hello, sender: object) -> Welcome:
+        return Welcome(run_id, 0)
+
+    async def serve() -> None:
+        bind = f"tcp://{socket.gethostbyname(socket.gethostname())}:0"
+        security = Security(insecure=True)
+        async with Mailbox(
+            "controller", run_id=run_id, lineage=0, incarnation="1", bind=bind, security=security
+        ) as mailbox:
+            mailbox.on(Hello, welcome, strangers=True)
+            ready.put(mailbox.endpoint)
+            await ended.wait()
+
+    ended = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield ready.get(timeout=10)
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join(10)
+        loop.close()
 
 
 def test_two_runs_on_one_host_do_not_disturb_each_other(launch: Launch, tmp_path: Path) -> None:
