@@ -74,7 +74,7 @@ def sapo(logp: Tensor, old_logp: Tensor, A: Tensor, tau_pos: float = 1.0, tau_ne
     """
     ratio = clamped_ratio(logp - old_logp)
     tau = torch.where(A > 0, ratio.new_tensor(tau_pos), ratio.new_tensor(tau_neg))
-    loss = (ratio - 1.0).mul_(tau).sigmoid_() * (-4 * A / tau)
+    loss = (ratio - 1.0).mul_(tau).sigmoid_() * (A / tau).mul_(-4)
     return TokenLoss(loss, torch.zeros_like(loss))
 
 

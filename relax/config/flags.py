@@ -15,11 +15,14 @@ from relax.config.refusals import choices, nearest
 from relax.config.violation import ConfigError, Violation
 
 USE_STALENESS = "Set --max-staleness: 0 is lockstep, 1 or more is asynchronous."
+USE_CONTEXT_PARALLEL = "Context parallelism has one size for all samples here: --context-parallel-size."
 FOREIGN = {
     "--fully-async": USE_STALENESS,
     "--hybrid": USE_STALENESS,
     "--colocate": "Services never share a device in turns here. " + USE_STALENESS,
     "--use-dynamic-global-batch-size": "Batches have one size here. " + USE_STALENESS,
+    "--dynamic-context-parallel": USE_CONTEXT_PARALLEL,
+    "--hybrid-context-parallel": USE_CONTEXT_PARALLEL,
 }
 """Flags of other engines that people bring along, and what to use here."""
 
