@@ -11,6 +11,7 @@ from math import prod
 from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.resolve import Resolved
+from relax.config.schema import RANKED
 from relax.config.violation import Violation
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -140,7 +141,17 @@ def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation
     yield _refuse(options, "max_staleness", problem, fix)
 
 
-@_reads("lr_decay_style", "lr_decay_steps", "lr_warmup_steps", "min_lr", "lr", "num_rollout", "num_steps_per_rollout")
+@_reads(
+    "lr_decay_style",
+    "lr_decay_steps",
+    "lr_warmup_steps",
+    "min_lr",
+    "lr",
+    "critic_lr",
+    "num_rollout",
+    "num_steps_per_rollout",
+    "num_critic_only_steps",
+)
 def _schedule(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     style, steps, warmup = options.lr_decay_style, options.lr_decay_steps, options.lr_warmup_steps
@@ -155,38 +166,67 @@ def _schedule(resolved: Resolved) -> Iterator[Violation]:
         yield _refuse(options, "lr_decay_style", "needs to know where the decay ends", fix)
     elif options.min_lr > options.lr:
         yield _refuse(options, "min_lr", f"is above --lr {options.lr:g}", "Set it below.")
+    elif options.min_lr > options.critic_lr:
+        yield _refuse(options, "min_lr", f"is above --critic-lr {options.critic_lr:g}", "Set it below.")
     end = steps if style != "constant" else None
     if end is None and options.num_rollout is not None:
-        end = options.num_rollout * options.num_steps_per_rollout
-    if end is not None and warmup and warmup >= end:
+        end = (options.num_rollout - options.num_critic_only_steps) * options.num_steps_per_rollout
+    if end is not None and 0 < end <= warmup:
         problem = f"the whole schedule has {end} optimizer steps, so the rate would never reach --lr"
         yield _refuse(options, "lr_warmup_steps", problem, f"Set it below {end}.")
+
+
+@_reads("num_critic_only_steps", "num_rollout")
+def _the_policy_trains(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.num_rollout is not None and options.num_critic_only_steps >= options.num_rollout:
+        problem = f"the run has {options.num_rollout} batches, so the policy would never train"
+        fix = f"Set it below --num-rollout {options.num_rollout}."
+        yield _refuse(options, "num_critic_only_steps", problem, fix)
+
+
+@_reads("ref_update_interval", "update_weights_interval")
+def _the_reference_is_refreshed_by_published_versions(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    every, published = options.ref_update_interval, options.update_weights_interval
+    if every is not None and every % published:
+        problem = f"the versions it needs are not published: --update-weights-interval is {published}"
+        yield _refuse(options, "ref_update_interval", problem, f"Set it to a multiple of {published}.")
 
 
 @_reads(
     "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size", "sequence_parallel", "global_batch_size"
 )
 def _ranks(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    if options.sequence_parallel and options.tensor_parallel_size == 1:
+    if resolved.options.sequence_parallel and resolved.options.tensor_parallel_size == 1:
         problem = "cannot act: --tensor-parallel-size is 1"
-        yield _refuse(options, "sequence_parallel", problem, "Leave it out.")
-    model = model_ranks(options)
-    for actor in resolved.topology.role("actor") if resolved.topology else ():
-        ranks = actor.ranks or model
-        where = "services.actor.ranks"
+        yield _refuse(resolved.options, "sequence_parallel", problem, "Leave it out.")
+    for service in resolved.topology.services if resolved.topology else ():
+        if service.role not in RANKED:
+            continue
+        options = service.options(resolved.options)
+        model, where = model_ranks(options), f"services.{service.role}"
+        ranks = service.ranks or model
         if ranks % model:
             problem = f"one copy of the model takes {model} ranks (tensor x pipeline x context parallel)"
-            yield Violation(where, ranks, problem, f"Set it to a multiple of {model}.", actor.source)
-        elif options.global_batch_size % (ranks // model):
+            yield Violation(f"{where}.ranks", ranks, problem, f"Set it to a multiple of {model}.", service.source)
+        elif service.role != "reference" and options.global_batch_size % (ranks // model):
             problem = (
                 f"{ranks // model} data-parallel ranks do not divide --global-batch-size {options.global_batch_size}"
             )
-            yield Violation(where, ranks, problem, "Change one of them.", actor.source)
+            yield Violation(f"{where}.ranks", ranks, problem, "Change one of them.", service.source)
+        if service.sizes.get("expert_parallel_size", 1) > 1:
+            size = service.sizes["expert_parallel_size"]
+            problem = "is not available yet"
+            fix = "No mixture-of-experts model is supported yet; leave it out."
+            yield Violation(f"{where}.expert_parallel_size", size, problem, fix, service.source)
+        if service.sizes.get("sequence_parallel") and options.tensor_parallel_size == 1:
+            problem = "cannot act: tensor_parallel_size is 1 there"
+            yield Violation(f"{where}.sequence_parallel", True, problem, "Leave it out.", service.source)
 
 
 def model_ranks(options: Options) -> int:
-    """Processes that one copy of the trained model takes."""
+    """Processes that one copy of a service's model takes."""
     sizes = (options.tensor_parallel_size, options.pipeline_parallel_size, options.context_parallel_size)
     return prod(sizes)
 

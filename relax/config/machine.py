@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from relax.config.checks import located
 from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.resolve import Resolved
-from relax.config.schema import ROLES
+from relax.config.schema import RANKED, ROLES
 from relax.config.tail import READS as TAIL_READS
 from relax.config.tail import check_tail
 from relax.config.violation import Violation
@@ -37,7 +38,12 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
     roles = {service.role for service in resolved.topology.on(node)} if resolved.topology else set(ROLES)
     found: list[Violation] = []
     if options.hf_checkpoint and "hf_checkpoint" not in skip:
-        found += check_checkpoint(options, holds_weights=bool(roles & {"rollout", "actor"}))
+        # A node that refreshes the reference keeps the policy's versions too.
+        holders = {"rollout", "actor"} | ({"reference"} if options.ref_update_interval is not None else set())
+        found += check_checkpoint(options, holds_weights=bool(roles & holders))
+        found += _fits_the_ranks(resolved, node)
+    if "reference" in roles and options.ref_load is not None and not skip & {"ref_load", "hf_checkpoint"}:
+        found += check_reference(options)
     if "controller" in roles and options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:
         found += check_data(options)
         found += check_tail(options) if skip.isdisjoint(TAIL_READS) else []
@@ -49,46 +55,97 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
 
 
 def check_checkpoint(options: Options, *, holds_weights: bool = True) -> list[Violation]:
-    """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, sizes that do not divide; and,
+    """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, too short for the samples; and,
     where this host `holds_weights`, whether they fit into its shared memory."""
     folder = Path(options.hf_checkpoint)
+    read = _read(options, "hf_checkpoint", folder)
+    if read.config is None:
+        return read.found
+    found = read.found
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        found.append(
+            _refuse(
+                options, "hf_checkpoint", "has no tokenizer (tokenizer.json)", "Save the tokenizer beside the model."
+            )
+        )
+    if holds_weights and read.elements is not None:
+        found += _room(options, read.elements)
+    return [*found, *_fits_the_context(options, read.config)]
 
-    def refuse(problem: str, fix: str, name: str = "hf_checkpoint") -> Violation:
-        return Violation(flag(name), getattr(options, name), problem, fix)
+
+def check_reference(options: Options) -> list[Violation]:
+    """What is wrong with --ref-load: what makes a checkpoint unusable, another vocabulary than the policy has, tensors
+    that versions of the policy could not take the place of, where it is refreshed by them."""
+    from relax.weights.checkpoint import checkpoint_shapes
+
+    assert options.ref_load is not None
+    read = _read(options, "ref_load", options.ref_load)
+    policy = _read(options, "hf_checkpoint", Path(options.hf_checkpoint))
+    if read.config is None or read.elements is None or policy.config is None or policy.elements is None:
+        return read.found
+    theirs, ours = read.config.get("vocab_size"), policy.config.get("vocab_size")
+    if theirs != ours:
+        problem = f"has a vocabulary of {theirs} tokens, --hf-checkpoint {options.hf_checkpoint} one of {ours}"
+        return [_refuse(options, "ref_load", problem, "Name a checkpoint with the policy's tokenizer.")]
+    if options.ref_update_interval is not None:
+        theirs, ours = checkpoint_shapes(options.ref_load), checkpoint_shapes(options.hf_checkpoint)
+        if theirs != ours:
+            name = next(n for n in sorted(theirs.keys() | ours.keys()) if theirs.get(n) != ours.get(n))
+            problem = (
+                f"versions of the policy could not take its place: {name} is {theirs.get(name)} there and "
+                f"{ours.get(name)} in --hf-checkpoint"
+            )
+            fix = "Name a checkpoint of the policy's shape, or leave --ref-update-interval out."
+            return [_refuse(options, "ref_load", problem, fix)]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A checkpoint's directory: what is wrong with it, its config.json (None: not usable), its number of weights
+    (None: not complete)."""
+
+    found: list[Violation]
+    config: dict[str, Any] | None = None
+    elements: int | None = None
+
+
+def _refuse(options: Options, name: str, problem: str, fix: str) -> Violation:
+    return Violation(flag(name), str(getattr(options, name)), problem, fix)
+
+
+def _read(options: Options, name: str, folder: Path) -> _Read:
+    def unusable(problem: str, fix: str) -> _Read:
+        return _Read([_refuse(options, name, problem, fix)])
 
     if not folder.is_dir():
         what = "is a file" if folder.is_file() else "does not exist"
         fix = f"Name the directory of a Hugging Face model; relative paths start at {Path.cwd()}."
-        return [refuse(f"{what}: {folder.absolute()}", fix)]
+        return unusable(f"{what}: {folder.absolute()}", fix)
     config_file = folder / "config.json"
     if not config_file.is_file():
-        return [refuse("has no config.json", "Name the directory that holds it, or download the whole model.")]
+        return unusable("has no config.json", "Name the directory that holds it, or download the whole model.")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return [refuse(f"its config.json is no JSON: {error}", "Download the model again.")]
+        return unusable(f"its config.json is no JSON: {error}", "Download the model again.")
     if not isinstance(config, dict):
-        return [refuse("its config.json holds no object", "Download the model again.")]
+        return unusable("its config.json holds no object", "Download the model again.")
     architectures = config.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in architectures):
+    if not any(known in ARCHITECTURES for known in architectures):
         named = ", ".join(map(str, architectures)) or "none"
-        return [refuse(f"its architecture is {named}", f"Relax trains {', '.join(ARCHITECTURES)}.")]
-    found = []
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        found.append(refuse("has no tokenizer (tokenizer.json)", "Save the tokenizer beside the model."))
+        return unusable(f"its architecture is {named}", f"Relax trains {', '.join(ARCHITECTURES)}.")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        found.append(refuse("has no weights (*.safetensors)", "Save the model with safe_serialization=True."))
-    sizes = []
-    for file in weights:
-        size = _elements(file)
-        if size is None:
-            found.append(refuse(f"{file.name} is no complete safetensors file", "Download it again."))
-        else:
-            sizes.append(size)
-    if holds_weights and weights and len(sizes) == len(weights):
-        found += _room(options, sum(sizes))
-    return [*found, *_fits_the_ranks(options, config), *_fits_the_context(options, config)]
+        fix = "Save the model with safe_serialization=True."
+        return _Read([_refuse(options, name, "has no weights (*.safetensors)", fix)], config)
+    sizes = {file.name: _elements(file) for file in weights}
+    found = [
+        _refuse(options, name, f"{file} is no complete safetensors file", "Download it again.")
+        for file, size in sizes.items()
+        if size is None
+    ]
+    return _Read(found, config, None if found else sum(size or 0 for size in sizes.values()))
 
 
 def _elements(file: Path) -> int | None:
@@ -130,7 +187,23 @@ def _room(options: Options, elements: int) -> Iterator[Violation]:
         yield Violation("--hf-checkpoint", options.hf_checkpoint, problem, fix)
 
 
-def _fits_the_ranks(options: Options, config: dict[str, Any]) -> Iterator[Violation]:
+def _fits_the_ranks(resolved: Resolved, node: str | None) -> Iterator[Violation]:
+    """The parallel sizes of every service with a model against that model."""
+    services = resolved.topology.on(node) if resolved.topology else ()
+    for service in services:
+        if service.role not in RANKED:
+            continue
+        options = service.options(resolved.options)
+        folder = options.ref_load if service.role == "reference" else options.hf_checkpoint
+        config = _read(options, "hf_checkpoint", Path(folder)).config if folder else None
+        for size, problem, fix in _sizes_that_do_not_fit(options, config or {}):
+            own = size in service.sizes
+            name = f"services.{service.role}.{size}" if own else flag(size)
+            yield Violation(name, getattr(options, size), problem, fix, service.source if own else "")
+
+
+def _sizes_that_do_not_fit(options: Options, config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(option, problem, fix)"""
     tensor, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     heads = config.get("num_attention_heads")
     for key, count in (
@@ -139,12 +212,11 @@ def _fits_the_ranks(options: Options, config: dict[str, Any]) -> Iterator[Violat
         ("intermediate_size", config.get("intermediate_size")),
     ):
         if isinstance(count, int) and count % tensor:
-            problem = f"does not divide the model's {key}, {count}"
-            yield Violation("--tensor-parallel-size", tensor, problem, f"Choose a divisor of {count}.")
+            yield "tensor_parallel_size", f"does not divide the model's {key}, {count}", f"Choose a divisor of {count}."
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers % stages:
         problem = f"does not divide the model's {layers} layers"
-        yield Violation("--pipeline-parallel-size", stages, problem, f"Choose a divisor of {layers}.")
+        yield "pipeline_parallel_size", problem, f"Choose a divisor of {layers}."
 
 
 def _fits_the_context(options: Options, config: dict[str, Any]) -> Iterator[Violation]:

@@ -39,6 +39,8 @@ class RolloutEntry(ReplicatedEntry):
 
 
 class RankedEntry(ServiceEntry):
+    """A service with a model. The actor's parallel sizes are options, and the others' where they name none."""
+
     ranks: Count | None = Field(None, description="processes of the model; the product of the parallel sizes otherwise")
     tensor_parallel_size: Count | None = None
     pipeline_parallel_size: Count | None = None
@@ -63,6 +65,7 @@ ROLES: dict[str, type[ServiceEntry]] = {
     "critic": RankedEntry,
     "reference": RankedEntry,
 }
+RANKED = frozenset(role for role, entry in ROLES.items() if issubclass(entry, RankedEntry))
 REQUIRED = ("controller", "rollout", "reward", "advantages", "actor")
 TOP_LEVEL = ("run", "controller", "nodes", "services", "options")
 ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):(\d{1,5})")

@@ -15,14 +15,15 @@ options: {hf_checkpoint: models/tiny, rollout_batch_size: 8}
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from relax.config.located import Located, Where, read_yaml
+from relax.config.options import Options
 from relax.config.refusals import explain, hint, nearest
 from relax.config.schema import (
     ENDPOINT,
@@ -43,7 +44,8 @@ from relax.config.violation import Violation
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One process to start: a replica of a role. `ranks` None means what the parallel sizes need."""
+    """One process to start: a replica of a role. `ranks` None means what the parallel sizes need; `sizes` are those
+    that differ from the options'."""
 
     name: str
     role: str
@@ -54,7 +56,12 @@ class Service:
     threads: int = 1
     engine: str | None = None
     ranks: int | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
+
+    def options(self, options: Options) -> Options:
+        """The options of the run with this service's own parallel sizes."""
+        return options.model_copy(update=dict(self.sizes)) if self.sizes else options
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +169,9 @@ class _Reader:
                     )
                 start = sum(service.role == role for service in services)
                 services += self.replicas(role, checked, place, start)
-                if role == "actor" and isinstance(checked, RankedEntry):
+                if role == "actor":
                     options |= {
-                        name: (getattr(checked, name), self.document.source((*place, name)))
-                        for name in PARALLEL
-                        if getattr(checked, name) is not None
+                        name: (size, self.document.source((*place, name))) for name, size in _sizes(checked).items()
                     }
         misspelt = {nearest(str(role), ROLES) for role in given if role not in ROLES}
         for role in REQUIRED:
@@ -196,6 +201,7 @@ class _Reader:
                 threads=entry.threads,
                 engine=entry.engine if isinstance(entry, RolloutEntry) else None,
                 ranks=entry.ranks if isinstance(entry, RankedEntry) else None,
+                sizes={} if role == "actor" else _sizes(entry),
                 source=self.document.source(where),
             )
 
@@ -255,6 +261,13 @@ class _Reader:
     def refuse(self, where: Where, value: object, problem: str, fix: str) -> None:
         name = ".".join(map(str, where))
         self.violations.append(Violation(name, value, problem, fix, self.document.source(where)))
+
+
+def _sizes(entry: ServiceEntry) -> dict[str, Any]:
+    """The parallel sizes that stand in an entry."""
+    if not isinstance(entry, RankedEntry):
+        return {}
+    return {name: size for name in PARALLEL if (size := getattr(entry, name)) is not None}
 
 
 def _hint(name: object, known: Sequence[str] | dict[str, str], listing: str = "") -> str:

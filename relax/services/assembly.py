@@ -111,7 +111,7 @@ def train_tensors(
         runs=raw.runs,
         reference_logprobs=raw.reference_logprobs if options.use_kl_loss else None,
         values=values,
-        returns=result.returns,
+        returns=result.returns if values is not None else None,
     )
 
 

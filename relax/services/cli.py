@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from relax.config.checks import model_ranks
 from relax.config.resolve import Resolved, load
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
@@ -91,8 +92,7 @@ def _entry(resolved: Resolved, role: str, name: str | None) -> Entry:
 
 
 def _become_torchrun(resolved: Resolved, entry: Entry, arguments: list[str]) -> None:
-    o = resolved.options
-    ranks = entry.ranks or o.tensor_parallel_size * o.pipeline_parallel_size * o.context_parallel_size
+    ranks = entry.ranks or model_ranks(entry.options(resolved.options))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(ranks)]
     # Port 0: the rendezvous takes a free port and keeps it; nothing is probed first.
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", f"relax-{os.getpid()}"]

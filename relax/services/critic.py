@@ -32,7 +32,7 @@ class Critic(Trainer):
     async def prepare(self) -> None:
         self.activity = "building the model"
         total = None if self.num_batches is None else self.num_batches * self.options.num_steps_per_rollout
-        self._work = await self._ranks.build(CriticWork, self.options, total)
+        self._work = await self._ranks.build(CriticWork, self.context.model_options, total)
         self.spawn(self._ranks.keep(), "keeping the ranks")
         self.log.info("model_built", parameters=self._work.critic.num_parameters)
         self.begin()

@@ -36,4 +36,5 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         node=entry.node or "",
         controller=endpoint or run.endpoint("controller"),
         host=topology.address(entry),
+        model_options=entry.options(o),
     )

@@ -122,7 +122,7 @@ def follow_run(context: Context, path: str) -> int:
     """A rank without a mailbox from start to end; returns its exit code. `path` is the work's module:class."""
     die_with_parent()
     module, _, name = path.partition(":")
-    follow(getattr(import_module(module), name), context.options)
+    follow(getattr(import_module(module), name), context.model_options)
     return 0
 
 

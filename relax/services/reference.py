@@ -51,7 +51,7 @@ class Reference(Service):
 
     async def prepare(self) -> None:
         self.activity = "building the model"
-        self._work = await self._ranks.build(ReferenceWork, self.options)
+        self._work = await self._ranks.build(ReferenceWork, self.context.model_options)
         self.spawn(self._ranks.keep(), "keeping the ranks")
         self.agent = weight_agent(self)
         self.log.info("model_built", parameters=self._work.reference.num_parameters)

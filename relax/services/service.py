@@ -57,6 +57,7 @@ class Context:
     node: str
     controller: str  # the controller's endpoint
     host: str | None  # the address that other hosts reach this node by; None when the run stays on one host
+    model_options: Options  # `options` with the parallel sizes of this service's own model
 
 
 class Service:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,3 +138,63 @@ def test_a_node_is_asked_only_for_what_its_services_need(topology: Write, prompt
     resolved = resolve({}, file)
     assert [violation.option for violation in check_machine(resolved, "a")] == ["--prompt-data"]
     assert [violation.option for violation in check_machine(resolved, "b")] == ["services.rollout.cores"]
+
+
+def reference(tmp_path: Path, checkpoint: Path, topology: Write, **options: Any) -> Path:
+    """A run with a reference, from a copy of the policy's checkpoint in tmp_path / "reference"."""
+    shutil.copytree(checkpoint, tmp_path / "reference")
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(tmp_path / "reference"), "ref_update_interval": 2}
+    return topology(services={"reference": {}}, **(kl | options))
+
+
+def turn_a_tensor(weights: Path) -> str:
+    """Write a tensor's shape the other way round; returns its name."""
+    whole = weights.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    name = next(n for n, entry in header.items() if len(set(entry.get("shape", ()))) == 2)
+    header[name]["shape"].reverse()
+    text = json.dumps(header).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + whole[start:])
+    return str(name)
+
+
+def test_a_reference_like_the_policy_passes_and_needs_no_tokenizer(
+    topology: Write, tmp_path: Path, checkpoint: Path
+) -> None:
+    file = reference(tmp_path, checkpoint, topology)
+    (tmp_path / "reference" / "tokenizer.json").unlink()
+    assert refusals(file) == []
+
+
+def test_a_reference_that_cannot_be_read_is_refused(topology: Write, tmp_path: Path, checkpoint: Path) -> None:
+    file = reference(tmp_path, checkpoint, topology)
+    (tmp_path / "reference" / "model.safetensors").unlink()
+    (told,) = refusals(file)
+    assert told.startswith("--ref-load") and "has no weights" in told and "topology.yaml:" in told
+
+
+def test_a_reference_of_another_vocabulary_is_refused(topology: Write, tmp_path: Path, checkpoint: Path) -> None:
+    file = reference(tmp_path, checkpoint, topology)
+    edit(tmp_path / "reference", vocab_size=7)
+    (told,) = refusals(file)
+    assert told.startswith("--ref-load") and "a vocabulary of 7 tokens" in told
+
+
+@pytest.mark.parametrize("interval", [None, 2])
+def test_a_reference_of_another_shape_is_refused_where_it_is_refreshed(
+    topology: Write, tmp_path: Path, checkpoint: Path, interval: int | None
+) -> None:
+    file = reference(tmp_path, checkpoint, topology, ref_update_interval=interval)
+    name = turn_a_tensor(tmp_path / "reference" / "model.safetensors")
+    found = refusals(file)
+    assert bool(found) == (interval is not None)
+    assert all(name in told and "--ref-update-interval" in told for told in found)
+
+
+def test_the_sizes_of_a_reference_must_fit_its_own_model(topology: Write, tmp_path: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "reference")
+    edit(tmp_path / "reference", num_hidden_layers=3)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": str(tmp_path / "reference")}
+    (told,) = refusals(topology(services={"reference": {"pipeline_parallel_size": 2}}, **kl))
+    assert told.startswith("services.reference.pipeline_parallel_size") and "3 layers" in told

@@ -21,6 +21,10 @@ def refusals(file: Path) -> dict[str, str]:
     return {}
 
 
+# Options with the services that they need.
+PPO: dict[str, Any] = {"advantage_estimator": "ppo", "services": {"critic": {}}}
+KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_load": "ref", "services": {"reference": {}}}
+
 LEGAL: list[dict[str, Any]] = [
     {},
     {"global_batch_size": 4},
@@ -32,6 +36,9 @@ LEGAL: list[dict[str, Any]] = [
     {"max_staleness": 4, "rollout_lead": 3, "update_weights_interval": 4, "use_tis": True},
     {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "min_lr": 1e-7},
     {"num_rollout": None, "num_epoch": 1},
+    PPO | {"num_critic_only_steps": 3, "critic_lr": 1e-5},
+    KL | {"ref_update_interval": 2},
+    KL | {"ref_update_interval": 4, "update_weights_interval": 2, "max_staleness": 1, "use_tis": True},
 ]
 
 
@@ -87,6 +94,21 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"controller": "host:5"}, "--controller", ["is no endpoint"]),
     ({"controller": "tcp://10.0.0.1:5755"}, "--insecure", ["reachable from other hosts"]),
     ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis", ["Keep one"]),
+    (
+        {"lr_decay_style": "linear", "min_lr": 1e-7, "critic_lr": 1e-8} | PPO,
+        "--min-lr",
+        ["is above --critic-lr 1e-08"],
+    ),
+    ({"num_critic_only_steps": 4} | PPO, "--num-critic-only-steps", ["4 batches", "below --num-rollout 4"]),
+    ({"num_critic_only_steps": 2, "lr_warmup_steps": 2} | PPO, "--lr-warmup-steps", ["2 optimizer steps"]),
+    (
+        {"ref_update_interval": 3, "update_weights_interval": 2, "max_staleness": 1, "use_tis": True} | KL,
+        "--ref-update-interval",
+        ["not published", "multiple of 2"],
+    ),
+    ({"ref_load": None} | {k: v for k, v in KL.items() if k != "ref_load"}, "--ref-load", ["needs a reference policy"]),
+    ({"critic_lr": 1e-5}, "--critic-lr", ["has no critic"]),
+    ({"ref_load": "ref"}, "--ref-load", ["nothing in this run compares with a reference"]),
 ]
 
 
@@ -106,6 +128,10 @@ def test_each_broken_rule_is_refused_alone_and_with_its_remedy(
         ({"actor": {"ranks": 3}}, {"tensor_parallel_size": 2}, "multiple of 2"),
         ({"actor": {"ranks": 3}}, {}, "3 data-parallel ranks do not divide --global-batch-size 8"),
         ({"rollout": {"engine": "simulated"}}, {}, "not available yet"),
+        ({"critic": {"ranks": 3, "tensor_parallel_size": 2}}, {"advantage_estimator": "ppo"}, "multiple of 2"),
+        ({"critic": {"ranks": 3}}, {"advantage_estimator": "ppo"}, "3 data-parallel ranks do not divide"),
+        ({"critic": {"sequence_parallel": True}}, {"advantage_estimator": "ppo"}, "tensor_parallel_size is 1 there"),
+        ({"critic": {"expert_parallel_size": 2}}, {"advantage_estimator": "ppo"}, "mixture-of-experts"),
     ],
 )
 def test_services_that_do_not_fit_the_options(
@@ -125,9 +151,14 @@ def test_all_violations_come_at_once_with_their_sources(topology: Write) -> None
     assert all(source.startswith(str(file) + ":") for source in sources.values())
 
 
-def test_an_algorithm_whose_service_is_missing_is_refused(topology: Write) -> None:
-    found = refusals(topology(advantage_estimator="ppo"))
-    assert "services.critic" in found
+@pytest.mark.parametrize(("options", "role"), [(PPO, "critic"), (KL, "reference")])
+def test_a_service_that_is_missing_or_has_nothing_to_do_is_refused(
+    topology: Write, options: dict[str, Any], role: str
+) -> None:
+    found = refusals(topology(**(options | {"services": {}})))
+    assert list(found) == [f"services.{role}"] and f"Add `{role}: {{}}`" in found[f"services.{role}"]
+    found = refusals(topology(services={role: {}}))
+    assert list(found) == [f"services.{role}"] and "no use for it" in found[f"services.{role}"]
 
 
 def test_warnings_do_not_refuse(topology: Write) -> None:

@@ -5,6 +5,7 @@ from textwrap import dedent
 
 import pytest
 
+from relax.config.options import Options
 from relax.config.topology import Topology, read_topology
 from relax.config.violation import ConfigError, Violation
 
@@ -88,7 +89,8 @@ def test_one_role_on_several_nodes(tmp_path: Path) -> None:
     [
         (SERVICES + "  rolloutt: {}\n", ["services.rolloutt", "t.yaml:8", "is no service", "Did you mean rollout?"]),
         (SERVICES.replace("actor", "aktor"), ["services.aktor", "t.yaml:7", "Did you mean actor?"]),
-        (SERVICES + "  critic: {}\n", ["services.critic", "not available yet"]),
+        (SERVICES + "  critic: {rank: 2}\n", ["services.critic.rank", "t.yaml:8", "Did you mean ranks?"]),
+        (SERVICES + "  reference: [{}, {}]\n", ["services.reference.1", "more than one entry"]),
         (SERVICES.replace("  actor: {}\n", ""), ["actor is missing", "Add `actor: {}`"]),
         (SERVICES.replace("rollout: {}", "rollout: {replicsa: 2}"), ["t.yaml:4", "Did you mean replicas?"]),
         (SERVICES.replace("rollout: {}", "rollout: {replicas: 0}"), ["replicas = 0", "t.yaml:4", "at least 1"]),
@@ -112,6 +114,19 @@ def test_a_fault_is_named_with_its_line_and_its_remedy(tmp_path: Path, text: str
     assert len(found) == 1, found
     for words in told:
         assert words in found[0], found[0]
+
+
+def test_the_parallel_sizes_of_the_actor_are_options_and_those_of_others_their_own(tmp_path: Path) -> None:
+    text = SERVICES.replace("actor: {}", "actor: {tensor_parallel_size: 2}") + "  critic: {pipeline_parallel_size: 2}\n"
+    topology, found = read(tmp_path, text + "  reference: {tensor_parallel_size: 1}\n")
+    assert not found and {name: value for name, (value, _) in topology.options.items()} == {"tensor_parallel_size": 2}
+    options = Options(tensor_parallel_size=2)
+    sizes = {}
+    for role in ("actor", "critic", "reference"):
+        (service,) = topology.role(role)
+        own = service.options(options)
+        sizes[role] = (own.tensor_parallel_size, own.pipeline_parallel_size)
+    assert sizes == {"actor": (2, 1), "critic": (2, 2), "reference": (1, 1)}
 
 
 def test_an_option_given_in_two_places_is_refused(tmp_path: Path) -> None:
