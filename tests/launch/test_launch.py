@@ -256,10 +256,12 @@ def test_a_node_without_a_controller_ends_with_its_services(launch: Launch) -> N
         # By this host's name, since a loopback address is refused where several hosts take part.
         named = f"tcp://{socket.gethostname()}:{endpoint.rpartition(':')[2]}"
         launch.top = {"nodes": nodes, "controller": named, "options": {"insecure": True}}
-        code, out, err = launch.start("--node", "right", rollout_0="exit=0", rollout_1="sleep=0.3 exit=0").end()
+        here = str(launch.folder / "runs" / "t-1")
+        flags = ("--node", "right", "--run-dir", here)
+        code, out, err = launch.start(*flags, rollout_0="exit=0", rollout_1="sleep=0.3 exit=0").end()
     assert code == 0, err
     assert "services: rollout-0, rollout-1" in out and launch.nothing_is_left()
-    assert RunDir.load(launch.folder / "runs" / "t-a1b2c3d4e5f6").run_id == "a1b2c3d4e5f6"
+    assert launch.run.run_id == "a1b2c3d4e5f6"
 
 
 @contextlib.contextmanager
