@@ -18,16 +18,20 @@ Check = Callable[[Resolved], Iterable[Violation]]
 
 
 def check_options(resolved: Resolved) -> list[Violation]:
-    """Every violation between options, those of the algorithm's contract included, each with its source."""
+    """Every violation between options, those of the algorithm's contract included, each with its source.
+
+    What the contract says of an option is all that is said of it: it is stricter, so that the general rule's remedy
+    would only lead to the next refusal.
+    """
     from relax.algorithms.contracts import violations
 
     found = [
         violation for check in CHECKS if check.reads.isdisjoint(resolved.suspects) for violation in check(resolved)
     ]
-    named = {violation.option for violation in found}
     roles = {service.role for service in resolved.topology.services} if resolved.topology else None
-    contract = [violation for violation in violations(resolved.options, roles) if violation.option not in named]
-    return located(resolved, [*found, *contract])
+    contract = violations(resolved.options, roles)
+    named = {violation.option for violation in contract}
+    return located(resolved, [*(violation for violation in found if violation.option not in named), *contract])
 
 
 def warnings(resolved: Resolved) -> list[str]:
@@ -129,9 +133,6 @@ def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation
         why = "in lockstep there is nothing to correct" if options.max_staleness == 0 else "a correction is on"
         yield _refuse(options, "no_off_policy_correction", f"cannot act: {why}", "Leave it out.")
     if options.max_staleness == 0 or corrected or options.no_off_policy_correction:
-        return
-    if options.advantage_estimator == "m2po":
-        # Its own contract asks for --use-rollout-logprobs; no other way is open to it.
         return
     problem = (
         "samples of older policies need a correction, and there is none: with recomputed log-probs and one step per "
