@@ -10,6 +10,7 @@ from relax.config.checks import model_ranks
 from relax.config.fields import flag
 from relax.config.options import SECTIONS, Options
 from relax.config.resolve import Resolved, shown
+from relax.config.schema import RANKED
 from relax.config.topology import Service
 from relax.launch.rundir import RunDir
 from relax.launch.sweep import MARK
@@ -111,8 +112,8 @@ def _facts(resolved: Resolved, service: Service) -> list[str]:
     facts = [f"node {service.node}"] if service.node else []
     if service.engine:
         facts.append(f"engine {service.engine}")
-    if service.role == "actor":
-        ranks = service.ranks or model_ranks(resolved.options)
+    if service.role in RANKED:
+        ranks = service.ranks or model_ranks(service.options(resolved.options))
         facts.append(f"{ranks} rank{'s' if ranks > 1 else ''}")
     if service.cores:
         facts.append(f"cores {','.join(map(str, service.cores))}")
