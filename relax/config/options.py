@@ -151,7 +151,7 @@ class TrainOptions(Section):
         None,
         "optimizer steps until min-lr",
         ge=1,
-        derived="num-rollout x num-steps-per-rollout, when num-rollout is set",
+        derived="(num-rollout - num-critic-only-steps) x num-steps-per-rollout, when num-rollout is set",
     )
     weight_decay: float = opt(0.01, "decoupled weight decay", ge=0)
     adam_beta1: float = opt(0.9, "Adam's first moment", ge=0, lt=1)
