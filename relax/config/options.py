@@ -233,7 +233,9 @@ class SystemOptions(Section):
 
     startup_timeout: float = opt(300.0, "seconds until every service must have registered", gt=0)
     peer_timeout: float = opt(60.0, "seconds of silence after which a peer counts as dead", gt=0)
-    stall_timeout: float = opt(600.0, "seconds without progress after which a service is killed", gt=0)
+    stall_timeout: float = opt(
+        600.0, "seconds without progress after which the run ends, saying what it waits for", gt=0
+    )
     restart_budget: str = opt("3/600", "restarts per service / seconds", unavailable=NO_RESTART, metavar="N/SECONDS")
     insecure: bool = opt(False, "allow plain TCP beyond this host; anyone who reaches the port can join the run")
 

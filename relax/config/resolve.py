@@ -9,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from relax.config.fields import accepts, extra, flag, is_optional, is_switch
-from relax.config.flags import FOREIGN, Parser
+from relax.config.flags import FOREIGN, Given
 from relax.config.options import DERIVED, SECTIONS, Options
 from relax.config.refusals import explain, nearest
 from relax.config.topology import Topology, read_topology
@@ -52,8 +52,8 @@ def shown(section: type) -> list[str]:
     return [name for name in names if not extra(Options.model_fields[name]).unavailable]
 
 
-def load(argv: Sequence[str], topology_path: Path | None, *, machine: bool = False) -> Resolved:
-    """Resolves option flags and a topology file, and checks the options against each other.
+def load(given: Given, topology_path: Path | None, *, machine: bool = False) -> Resolved:
+    """Resolves a command line and a topology file, and checks the options against each other.
 
     `machine` also checks what they need on this machine (checkpoint, prompts, reward, shared memory), as the launcher
     does for the processes it starts. Raises ConfigError with every violation.
@@ -61,7 +61,6 @@ def load(argv: Sequence[str], topology_path: Path | None, *, machine: bool = Fal
     from relax.config.checks import check_options
     from relax.config.machine import check_machine
 
-    given = Parser("relax", "options").parse(argv)
     resolved = resolve(given.options, topology_path, given.violations, given.suspects)
     return accepted(resolved, check_options, *([check_machine] if machine else []))
 

@@ -24,7 +24,6 @@ class ProcessPlan:
     role: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    cores: tuple[int, ...] = ()
 
 
 # (service, topology file, run directory, option flags) -> command line
@@ -49,8 +48,7 @@ def plan(
             name=service.name,
             role=service.role,
             command=tuple(command(service, run.topology, run.path, passed)),
-            environment=environment(service, mark_of(run, node)),
-            cores=service.cores,
+            environment=environment(mark_of(run, node)),
         )
         for service in services
     ]
@@ -62,11 +60,9 @@ def mark_of(run: RunDir, node: str | None) -> str:
     return f"{run.run_id}.{node}" if node else run.run_id
 
 
-def environment(service: Service, mark: str) -> dict[str, str]:
-    """What a service finds in its environment beyond the launcher's own."""
-    threads = str(service.threads)
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, service.devices))} if service.devices else {}
-    return {MARK: mark, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", **devices}
+def environment(mark: str) -> dict[str, str]:
+    """What a service finds in its environment beyond the launcher's own; cores, threads and devices it sets itself."""
+    return {MARK: mark, "PYTHONUNBUFFERED": "1"}
 
 
 def flag_words(options: Mapping[str, Any]) -> list[str]:

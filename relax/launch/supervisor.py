@@ -107,7 +107,7 @@ class Supervisor:
         )
 
     def _start(self, plan: ProcessPlan, guard: Guard) -> None:
-        with self.run_dir.out(plan.name).open("ab") as out, _on_cores(plan.cores):
+        with self.run_dir.out(plan.name).open("ab") as out:
             process = subprocess.Popen(
                 plan.command,
                 env={**os.environ, **plan.environment},
@@ -203,17 +203,3 @@ class Supervisor:
         finally:
             for kind, handler in earlier.items():
                 signal.signal(kind, handler)
-
-
-@contextmanager
-def _on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """A child inherits the affinity of the thread that starts it; a preexec function would not be safe."""
-    if not cores:
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)

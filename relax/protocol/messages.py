@@ -88,10 +88,11 @@ class HeartbeatReceived:
     pass
 
 
-# controller -> every service, once, when the run is over; the receiver closes and exits 0.
+# controller -> every service, once, when the run is over: the receiver closes and exits 0, or 1 when the run failed.
 @message
 class Shutdown:
     reason: str
+    failed: bool
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@
 The launcher starts every service this way, so a service started by hand is the same process.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from relax.config.checks import model_ranks
+from relax.config.flags import Parser
 from relax.config.resolve import Resolved, load
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
@@ -39,15 +39,17 @@ RANKED = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="relax-service", description="One service of a run, in the foreground.")
+    parser = Parser("relax-service", "One service of a run, in the foreground.")
     parser.add_argument("role", choices=SERVICES)
     parser.add_argument("--topology", type=Path, required=True, help="the topology file of the run")
     parser.add_argument("--name", help="which service of the topology (default: the only one of its role)")
-    known, flags = parser.parse_known_args(arguments)
     try:
-        resolved = load(flags, known.topology, machine=MARK not in os.environ)
-        entry = _entry(resolved, known.role, known.name)
-        if known.role in RANKED and "RANK" not in os.environ:
+        given = parser.parse(arguments)
+        own = given.own
+        resolved = load(given, own.topology, machine=MARK not in os.environ)
+        entry = _entry(resolved, own.role, own.name)
+        settle(entry)
+        if own.role in RANKED and "RANK" not in os.environ:
             _become_torchrun(resolved, entry, arguments)
         return run(resolved, entry)
     except ConfigError as error:
@@ -57,9 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(resolved: Resolved, entry: Entry) -> int:
     """Take part in the run as `entry` and return the exit code of the service."""
-    os.environ["OMP_NUM_THREADS"] = str(entry.threads)
-    if entry.cores:
-        os.sched_setaffinity(0, entry.cores)
     from relax.logs.setup import configure
     from relax.services.join import join_run
 
@@ -74,6 +73,16 @@ def run(resolved: Resolved, entry: Entry) -> int:
         return follow_run(context, RANKED[entry.role])
     service: Any = getattr(import_module(module), cls)
     return service.start(context)
+
+
+def settle(entry: Entry) -> None:
+    """Takes the cores, threads and devices that the topology gives this service, for it and its children. Before any
+    library that counts threads is imported."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(entry.threads)
+    if entry.devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, entry.devices))
+    if entry.cores:
+        os.sched_setaffinity(0, entry.cores)
 
 
 def _entry(resolved: Resolved, role: str, name: str | None) -> Entry:
@@ -97,7 +106,6 @@ def _become_torchrun(resolved: Resolved, entry: Entry, arguments: list[str]) -> 
     # Port 0: the rendezvous takes a free port and keeps it; nothing is probed first.
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", f"relax-{os.getpid()}"]
     command += ["--max-restarts", "0", "-m", "relax.services.cli", *arguments]
-    os.environ.setdefault("OMP_NUM_THREADS", str(entry.threads))
     os.execv(sys.executable, command)
 
 

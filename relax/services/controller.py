@@ -55,6 +55,8 @@ from relax.weights.manifest import Manifest
 CHECK_SECONDS = 0.25
 # How long the rows of a finished run wait for a contributor, and its members for the word to end.
 END_SECONDS = 10.0
+# How long the members of a run that failed may take to hear of it.
+FAREWELL_SECONDS = 1.0
 
 
 class Controller(Service):
@@ -132,6 +134,8 @@ class Controller(Service):
         return PromptStream(source, tokenizer, rules, seed=o.seed, num_epoch=o.num_epoch, ahead=ahead)
 
     async def release(self) -> None:
+        if not self.clean:
+            await self._send_home(Shutdown("the controller ended", failed=True), FAREWELL_SECONDS)
         if self._open_for_members.is_set():
             self.rows.close_due(everything=True)
             self.book.save(self.ledger)
@@ -443,7 +447,10 @@ class Controller(Service):
         while self.rows.open and time.monotonic() < deadline:
             self.rows.close_due()
             await asyncio.sleep(CHECK_SECONDS / 5)
-        word = Shutdown("the run is finished")
-        goodbyes = (self.mailbox.tell(m.endpoint, word, deadline=END_SECONDS) for m in self.registry.members())
-        await asyncio.gather(*goodbyes, return_exceptions=True)
+        await self._send_home(Shutdown("the run is finished", failed=False), END_SECONDS)
         self.end(0)
+
+    async def _send_home(self, word: Shutdown, deadline: float) -> None:
+        """Every member learns that the run is over; one that does not listen any more is no matter."""
+        goodbyes = (self.mailbox.tell(m.endpoint, word, deadline=deadline) for m in self.registry.members())
+        await asyncio.gather(*goodbyes, return_exceptions=True)

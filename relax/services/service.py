@@ -268,8 +268,8 @@ class Service:
         self.learn(message.members)
 
     async def _on_shutdown(self, message: Shutdown, sender: Any) -> None:
-        self.log.info("shutdown", reason=message.reason)
-        self.end(0)
+        self.log.info("shutdown", reason=message.reason, failed=message.failed)
+        self.end(1 if message.failed else 0)
 
 
 def shared_options(options: Options) -> dict[str, str]:

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import load
 
-from relax.config import ConfigError, load
+from relax.config import ConfigError
 from relax.config.checks import check_options, warnings
 from relax.config.resolve import resolve
 

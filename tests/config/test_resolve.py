@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from command_line import load
 
-from relax.config import ConfigError, Options, load
+from relax.config import ConfigError, Options
 from relax.config.fields import extra
 from relax.config.resolve import resolve
 

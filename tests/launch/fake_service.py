@@ -67,7 +67,7 @@ def main() -> None:
         elif kind == "away":
             subprocess.Popen(SLEEPER, start_new_session=True)
         elif kind == "tell":
-            told = {"environment": dict(os.environ), "cores": sorted(os.sched_getaffinity(0)), "flags": flags}
+            told = {"environment": dict(os.environ), "flags": flags}
             (args.run_dir / f"{args.name}.told").write_text(
                 json.dumps(told | {"leads_session": os.getsid(0) == os.getpid()})
             )
