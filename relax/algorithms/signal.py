@@ -17,6 +17,8 @@ from relax.algorithms.tensors import masked
 
 TOO_FEW_REWARDS = "too_few_rewards"
 BAD_REWARD = "bad_reward"
+# Advantages and losses are float32: from here on their products overflow.
+LARGEST_REWARD = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,10 @@ class Signal:
 def unusable(spec: AlgorithmSpec, rewards: np.ndarray) -> str | None:
     """Why a group with these rewards (float64 [samples], NaN = abstained) cannot be trained; None when it can.
 
-    An infinite reward is a fault of the reward function; its group is dropped and counted.
+    A reward that is infinite, or too large for float32 arithmetic, is a fault of the reward function; its group is
+    dropped and counted.
     """
-    if np.isinf(rewards).any():
+    if (np.abs(rewards) > LARGEST_REWARD).any():
         return BAD_REWARD
     return TOO_FEW_REWARDS if np.isfinite(rewards).sum() < spec.min_scored else None
 

@@ -203,16 +203,17 @@ class GroupBook:
         entry.started_at = self._clock()
         self._changed_batches[batch] = entry
 
-    def trained(self, batch: int) -> tuple[int, ...]:
-        """`batch` is trained: its members end. Returns them."""
+    def trained(self, batch: int) -> tuple[Lease, ...]:
+        """`batch` is trained: its members end. Returns their leases."""
         entry = self._batch(batch)
         entry.trained_at = self._clock()
         self._changed_batches[batch] = entry
         del self._batches[batch]
+        leases = tuple(map(self.lease, entry.groups))
         for group in entry.groups:
             self._end(self._open[group], State.TRAINED)
         self._trained += len(entry.groups)
-        return entry.groups
+        return leases
 
     def published(self, version: int, *, step: int, digest: str, size: int, created_at: float) -> None:
         """Records a weight tag; `size` is the bytes of the whole set."""

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from relax.metrics import Metric, Metrics
 
+# Whose report says that the batch is trained.
+PACEMAKER = "controller"
+
 
 @dataclass(slots=True)
 class _Open:
@@ -39,7 +42,7 @@ class BatchRows:
             return
         row.reported.add(contributor)
         row.metrics.update(metrics)
-        if contributor == "controller":
+        if contributor == PACEMAKER:
             row.deadline = time.monotonic() + self._patience
 
     @property
@@ -48,10 +51,10 @@ class BatchRows:
         return bool(self._open)
 
     def close_due(self, everything: bool = False) -> None:
-        """Append every row that is complete or out of time; `everything` closes whatever is open."""
+        """Append every row that is complete or out of time; `everything` closes every row of a trained batch."""
         while (row := self._open.get(self._closed + 1)) is not None:
             complete = row.reported >= self._contributors
-            if not complete and not everything and time.monotonic() < row.deadline:
+            if not complete and not (everything and PACEMAKER in row.reported) and time.monotonic() < row.deadline:
                 return
             self._closed += 1
             del self._open[self._closed]

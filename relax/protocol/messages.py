@@ -174,10 +174,11 @@ class Rejected:
     detail: str
 
 
-# controller -> rollout, advantages, when groups ended (trained or dropped): their tensors may go.
+# controller -> rollout, advantages, when draws ended (trained or dropped): their tensors may go. A later draw of the
+# same group is not meant.
 @message
 class Release:
-    groups: tuple[int, ...]
+    leases: tuple[Lease, ...]
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from relax.algorithms import registry, signal
 from relax.algorithms.contracts import services_needed
 from relax.data import PromptTokenizer
 from relax.metrics import Metrics
-from relax.protocol.errors import PayloadGone
 from relax.protocol.messages import (
     Assemble,
     Assembled,
@@ -25,7 +24,6 @@ from relax.protocol.messages import (
     Ready,
     ReferenceLogprobs,
     ReferenceRequest,
-    Rejected,
     Release,
     Scored,
     TrainBatch,
@@ -33,9 +31,9 @@ from relax.protocol.messages import (
     ValuesRequest,
 )
 from relax.protocol.payload import PayloadStore
-from relax.protocol.tensors import SampledGroup
 from relax.services import assembly
 from relax.services.assembly import RawBatch, ScoredGroup
+from relax.services.groups import take_group
 from relax.services.intervals import reference_version
 from relax.services.samples import write_samples
 from relax.services.service import Context, Service, ServiceError
@@ -73,12 +71,9 @@ class Advantages(Service):
 
     async def _take(self, message: Scored) -> None:
         lease = message.order.lease
-        try:
-            arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
-        except PayloadGone as error:
-            self.report(Rejected(lease, self.role, "payload_gone", str(error)))
+        sampled = await take_group(self, self.payloads, lease, message.payload)
+        if sampled is None:
             return
-        sampled = SampledGroup.from_arrays(arrays, f"group {lease.group}")
         held = self.groups.get(lease.group)
         if held is not None and held.order.lease.fence > lease.fence:
             return
@@ -95,8 +90,10 @@ class Advantages(Service):
         self.report(Ready(lease, sampled.oldest_version, int(sampled.response_lens.sum())))
 
     async def on_release(self, message: Release, sender: Any) -> None:
-        for group in message.groups:
-            self.groups.pop(group, None)
+        for lease in message.leases:
+            held = self.groups.get(lease.group)
+            if held is not None and held.order.lease.fence <= lease.fence:
+                del self.groups[lease.group]
 
     # --- reference and critic ----------------------------------------------------------------------------------------
 

@@ -10,13 +10,12 @@ import time
 from typing import Any
 
 from relax.algorithms.contracts import services_needed
-from relax.data import PromptRules, PromptStream, PromptTokenizer, open_source
+from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
 from relax.gate.verdicts import Batch
 from relax.ledger.book import GroupBook
 from relax.ledger.states import Accepted, State
 from relax.ledger.store import Ledger
-from relax.metrics import Metrics
 from relax.metrics.rows import BatchRows
 from relax.protocol.messages import (
     Announce,
@@ -47,16 +46,21 @@ from relax.protocol.messages import (
     Welcome,
 )
 from relax.services.draws import Draw, Draws
+from relax.services.pace import Pace
 from relax.services.registry import ALWAYS_NEEDED, Registry
 from relax.services.replicas import Replica, Replicas
 from relax.services.service import Context, Service, ServiceError, shared_options
 from relax.weights.manifest import Manifest
 
 CHECK_SECONDS = 0.25
-# How long the rows of a finished run wait for a contributor, and its members for the word to end.
+# How long the rows of a finished run wait for a contributor.
 END_SECONDS = 10.0
-# How long the members of a run that failed may take to hear of it.
-FAREWELL_SECONDS = 1.0
+# How long the members of a run may take to hear that it is over.
+FAREWELL_SECONDS = 1.5
+# So many batches' worth of groups may be filtered in a row without one that is not.
+FILTERED_BATCHES = 10
+# A member that was heard so recently is alive: its name is taken.
+ALIVE_SECONDS = 5.0
 
 
 class Controller(Service):
@@ -83,12 +87,11 @@ class Controller(Service):
         )
         self._trained: dict[int, dict[str, Trained]] = {}  # batch -> role -> its report, until all have reported
         self._early_publication: Published | None = None
-        self._counts = Metrics()  # of the row that is open
-        self._rollout_counters: dict[str, float] = {}
-        self._set_aside_in_a_row = 0
+        self.pace = Pace()
+        self._unusable_in_a_row = 0
         self._stream_end_told = False
         self._finishing = False
-        self._started_at = self._moved = self._row_started = time.monotonic()
+        self._started_at = self._moved = time.monotonic()
         self._open_for_members = asyncio.Event()
 
     def handlers(self) -> dict[type, Any]:
@@ -135,7 +138,7 @@ class Controller(Service):
 
     async def release(self) -> None:
         if not self.clean:
-            await self._send_home(Shutdown("the controller ended", failed=True), FAREWELL_SECONDS)
+            await self._send_home(Shutdown("the controller ended", failed=True))
         if self._open_for_members.is_set():
             self.rows.close_due(everything=True)
             self.book.save(self.ledger)
@@ -149,8 +152,15 @@ class Controller(Service):
 
     async def on_register(self, message: Register, sender: Any) -> Registered:
         await self._open_for_members.wait()
-        member = message.member
-        self.registry.register(message, time.monotonic())
+        member, now = message.member, time.monotonic()
+        if (held := self.registry.other_life(member)) is not None:
+            if now - held.heard < ALIVE_SECONDS:
+                raise ServiceError(f"{member.name} runs already on node {held.node or 'local'} (pid {held.pid})")
+            # What it held is lost with it, and nothing takes it up again yet.
+            died = f"{member.name} (pid {held.pid}) died: it was last heard {now - held.heard:.0f} s ago"
+            self.fail(ServiceError(f"{died}, and was started again"))
+            raise ServiceError(f"{died}; the run ends")
+        self.registry.register(message, now)
         self.log.info("member_joined", member=member.name, role=member.role, node=message.node, pid=message.pid)
         self.learn(self.registry.members())
         for other in self.registry.members():
@@ -226,14 +236,15 @@ class Controller(Service):
         )
         if isinstance(outcome, Accepted):
             self.gate.ready(lease.group, message.oldest_version)
-            self._set_aside_in_a_row = 0
+            self._unusable_in_a_row = 0
         self._turn()
 
     async def on_filtered(self, message: Filtered, sender: Any) -> None:
         lease = message.lease
         if isinstance(self.book.check(lease), Accepted):
             self.gate.drop(lease.group)
-            self._drop(lease.group, message.reason)
+            self._drop(lease, message.reason)
+            self._unusable(FILTERED_BATCHES, f"dropped by advantages: {message.reason}")
         self._turn()
 
     async def on_rejected(self, message: Rejected, sender: Any) -> None:
@@ -246,47 +257,52 @@ class Controller(Service):
             self.log.warning("draw_rejected", group=lease.group, reason=message.reason, detail=message.detail)
             if again:
                 self.book.drop(lease.group, message.reason, self.gate.version, again=True)
-                self._counts.sum(f"rollout/dropped/{message.reason}", 1)
-                self._release((lease.group,))
+                self.pace.counts.sum(f"rollout/dropped/{message.reason}", 1)
+                self._release((lease,))
             else:
-                self._set_aside(lease.group, message)
+                self._set_aside(lease, message)
         self._turn()
 
-    def _set_aside(self, group: int, why: Rejected) -> None:
-        """A prompt that was rejected too often leaves the run; a batch of them in a row is a fault of the run."""
-        prompt = self.draws[group].prompt
+    def _set_aside(self, lease: Lease, why: Rejected) -> None:
+        """A prompt that was rejected too often leaves the run."""
+        prompt = self.draws[lease.group].prompt
         self.log.error(
             "prompt_set_aside",
-            group=group,
+            group=lease.group,
             prompt_id=prompt.prompt_id,
             epoch=prompt.epoch,
             stage=why.stage,
             reason=why.reason,
             error=why.detail,
         )
-        self._counts.sum("rollout/set_aside", 1)
-        self._drop(group, "set_aside")
-        self._set_aside_in_a_row += 1
-        if self._set_aside_in_a_row >= self.options.rollout_batch_size:
-            raise ServiceError(
-                f"{self._set_aside_in_a_row} prompts in a row could not be used; the last one: {why.detail}"
-            )
+        self.pace.counts.sum("rollout/set_aside", 1)
+        self._drop(lease, "set_aside")
+        self._unusable(1, why.detail)
 
-    def _drop(self, group: int, reason: str) -> None:
-        self.book.drop(group, reason, self.gate.version)
-        self.draws.ended(group)
-        self._counts.sum(f"rollout/dropped/{reason}", 1)
-        self._release((group,))
+    def _unusable(self, batches: int, why: str) -> None:
+        """Another group that will never be trained. So many batches' worth without a single good one between them is a
+        fault of the run, which would go on for ever."""
+        self._unusable_in_a_row += 1
+        if self._unusable_in_a_row == self.options.rollout_batch_size:
+            self.log.warning("no_group_is_usable", groups=self._unusable_in_a_row, last=why)
+        if self._unusable_in_a_row >= batches * self.options.rollout_batch_size:
+            raise ServiceError(f"{self._unusable_in_a_row} groups in a row could not be used; the last one: {why}")
+
+    def _drop(self, lease: Lease, reason: str) -> None:
+        self.book.drop(lease.group, reason, self.gate.version)
+        self.draws.ended(lease.group)
+        self.pace.counts.sum(f"rollout/dropped/{reason}", 1)
+        self._release((lease,))
 
     def _left_replica(self, lease: Lease, name: str) -> None:
         replica = self.replicas.get(name)
         if replica is not None:
             replica.sampling -= 1
 
-    def _release(self, groups: tuple[int, ...]) -> None:
+    def _release(self, leases: tuple[Lease, ...]) -> None:
         for role in ("rollout", "advantages"):
             for member in self.of_role(role):
-                self.send(member.endpoint, Release(groups))
+                self.send(member.endpoint, Release(leases))
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -313,36 +329,19 @@ class Controller(Service):
 
     def _version_rises(self, batch: int, by_actor: Trained) -> None:
         """Every trainer has finished the batch."""
-        groups = self.book.trained(batch)
+        leases = self.book.trained(batch)
         self.gate.trained(batch)
-        for group in groups:
-            self.draws.ended(group)
-        self._release(groups)
-        self.rows.report(batch, "controller", self._row(by_actor))
+        for lease in leases:
+            self.draws.ended(lease.group)
+        self._release(leases)
+        rollouts = [entry.counters for entry in self.registry.of_role("rollout")]
+        self.pace.counts.last("pipeline/in_flight", self.gate.in_flight)
+        self.pace.counts.last("pipeline/free_slots", self.gate.free_slots)
+        row = self.pace.row(by_actor.metrics["perf/response_tokens"][1], rollouts)
+        self.rows.report(batch, "controller", row)
         if self._early_publication is not None:
             early, self._early_publication = self._early_publication, None
             self._publication(early)
-
-    def _row(self, by_actor: Trained) -> dict[str, Any]:
-        """The controller's own share of a batch's row: speed, what was dropped, how long rollout waited."""
-        now = time.monotonic()
-        row, self._counts = self._counts, Metrics()
-        tokens = by_actor.metrics["perf/response_tokens"][1]
-        row.last("perf/tokens_per_s", tokens / max(now - self._row_started, 1e-9))
-        row.last("perf/batch_s", now - self._row_started)
-        row.last("pipeline/in_flight", self.gate.in_flight)
-        row.last("pipeline/free_slots", self.gate.free_slots)
-        self._row_started = now
-        rollouts = self.registry.of_role("rollout")
-        totals: dict[str, float] = {"wait/groups": 0.0, "wait/weights": 0.0}
-        for entry in rollouts:
-            for name in totals:
-                totals[name] += entry.counters.get(name, 0.0)
-        for name, total in totals.items():
-            waited = total - self._rollout_counters.get(name, 0.0)
-            row.mean(f"perf/rollout_wait_s/{name.removeprefix('wait/')}", waited, len(rollouts))
-        self._rollout_counters = totals
-        return row.wire()
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -376,8 +375,11 @@ class Controller(Service):
         """Everything that may happen now, happens now."""
         if self._finishing or not self._open_for_members.is_set():
             return
-        self._tell_end_of_stream()
-        self._issue()
+        try:
+            self._tell_end_of_stream()
+            self._issue()
+        except DataError as error:  # found while reading ahead: a row that is no prompt
+            raise ServiceError(str(error)) from None
         self._commit()
         self.rows.close_due()
         self.book.save(self.ledger)
@@ -407,8 +409,8 @@ class Controller(Service):
                 break
             shares.setdefault(replica.member.endpoint, []).append(self._lease(draw, replica))
         for endpoint, orders in shares.items():
+            self.pace.begin()
             self.send(endpoint, Generate(tuple(orders), together=whole_batch))
-            self._moved = time.monotonic()
 
     def _place(self, draw: Draw, team: list[Replica]) -> Replica | None:
         candidates = [team[draw.group % len(team)]] if team else self.replicas.with_room()
@@ -439,7 +441,7 @@ class Controller(Service):
     async def _finish(self) -> None:
         """Every batch is trained: the actor writes what is left to write, the others are sent home."""
         self.activity = "finishing"
-        actor = self.of_role("actor")[0]
+        actor = await self.member("actor")
         reply = await self.mailbox.ask(actor.endpoint, Finish(), deadline=self.options.stall_timeout)
         assert isinstance(reply, Finished)
         self.log.info("run_finished", version=reply.version, export=reply.export, batches=self.gate.version)
@@ -447,10 +449,13 @@ class Controller(Service):
         while self.rows.open and time.monotonic() < deadline:
             self.rows.close_due()
             await asyncio.sleep(CHECK_SECONDS / 5)
-        await self._send_home(Shutdown("the run is finished", failed=False), END_SECONDS)
+        await self._send_home(Shutdown("the run is finished", failed=False))
         self.end(0)
 
-    async def _send_home(self, word: Shutdown, deadline: float) -> None:
-        """Every member learns that the run is over; one that does not listen any more is no matter."""
-        goodbyes = (self.mailbox.tell(m.endpoint, word, deadline=deadline) for m in self.registry.members())
-        await asyncio.gather(*goodbyes, return_exceptions=True)
+    async def _send_home(self, word: Shutdown) -> None:
+        """Every member learns that the run is over; one that does not listen any more is named and left."""
+        members = self.registry.members()
+        goodbyes = (self.mailbox.tell(m.endpoint, word, deadline=FAREWELL_SECONDS) for m in members)
+        for member, answer in zip(members, await asyncio.gather(*goodbyes, return_exceptions=True), strict=True):
+            if isinstance(answer, BaseException):
+                self.log.warning("goodbye_not_heard", member=member.name, problem=str(answer))

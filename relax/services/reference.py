@@ -100,7 +100,7 @@ class Reference(Service):
         async with self._refreshing:
             started = time.monotonic()
             self.activity = f"loading version {message.version}"
-            await self.agent.ensure(manifest, deadline=self.options.peer_timeout)
+            await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
             await self._ranks.lead(lambda ranks: self._load(ranks, manifest))
             self.version.reach(message.version)
             self.activity = "waiting for groups"

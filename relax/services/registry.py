@@ -21,6 +21,7 @@ class RegistrationError(Exception):
 class Entry:
     member: Member
     node: str
+    pid: int
     heard: float  # monotonic seconds
     activity: str = "registering"
     counters: dict[str, float] = field(default_factory=dict)
@@ -56,9 +57,14 @@ class Registry:
             raise RegistrationError(
                 f"{name} is a {held.member.role} in this run already, it cannot be a {message.member.role} too"
             )
-        entry = Entry(message.member, message.node, now)
+        entry = Entry(message.member, message.node, message.pid, now)
         self.entries[name] = entry
         return entry
+
+    def other_life(self, member: Member) -> Entry | None:
+        """The entry under this name of another process, alive or dead."""
+        held = self.entries.get(member.name)
+        return held if held is not None and held.member.incarnation != member.incarnation else None
 
     def beat(self, name: str, incarnation: str, activity: str, counters: dict[str, float], now: float) -> bool:
         """Note a heartbeat. False when that incarnation is not a member (any more)."""

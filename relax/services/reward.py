@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from relax.data import PromptTokenizer
-from relax.protocol.errors import PayloadGone
 from relax.protocol.messages import GroupOrder, Rejected, RewardDone, Score, Scored
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import SampledGroup
 from relax.rewards import Item, RewardPool, VerifierSpec
+from relax.services.groups import take_group
 from relax.services.service import Context, Service
 
 
@@ -54,12 +54,9 @@ class Reward(Service):
     async def _score(self, message: Score) -> None:
         await self._ready.wait()
         lease = message.order.lease
-        try:
-            arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
-        except PayloadGone as error:
-            self.report(Rejected(lease, self.role, "payload_gone", str(error)))
+        group = await take_group(self, self.payloads, lease, message.payload)
+        if group is None:
             return
-        group = SampledGroup.from_arrays(arrays, f"group {lease.group}")
         scores = await self.pool.score(self._items(message.order, group))
         self.counters["samples"] += len(scores)
         failure = next((s.failure for s in scores if s.failure is not None), None)

@@ -31,7 +31,7 @@ from relax.protocol.tensors import FINISH_LENGTH, FINISH_STOP, SampledGroup
 from relax.services.chunks import weight_agent
 from relax.services.seeds import sample_seed
 from relax.services.service import Context, Service, ServiceError
-from relax.weights.errors import Superseded
+from relax.weights.errors import NotStored
 from relax.weights.manifest import Manifest
 
 
@@ -43,7 +43,7 @@ class Rollout(Service):
         self.engine: Engine = VllmEngine.from_options(self.options)
         self.sampling = 0  # groups
         self.newest: Manifest | None = None  # announced
-        self._payload_of: dict[int, str] = {}  # group -> id of the payload kept for it
+        self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
         self._admission = asyncio.Event()  # set while samples may start
         self._drained = asyncio.Event()
         self._drained.set()
@@ -113,15 +113,18 @@ class Rollout(Service):
         tokens = int(group.response_lens.sum())
         self.counters["tokens"] += tokens
         self.counters["groups"] += 1
-        payload_id = self._payload_of[lease.group] = f"group {lease.group}.{lease.fence}"
+        payload_id = f"group {lease.group}.{lease.fence}"
+        self._payload_of[lease.group] = (lease.fence, payload_id)
         payload = self.payloads.put(payload_id, group.arrays())
         self.report(Sampled(lease, group.oldest_version, tokens))
         reward = await self.member("reward", lease.group)
         self.send(reward.endpoint, Score(order, payload))
 
     async def on_release(self, message: Release, sender: Any) -> None:
-        for group in message.groups:
-            if payload_id := self._payload_of.pop(group, None):
+        for lease in message.leases:
+            fence, payload_id = self._payload_of.get(lease.group, (lease.fence + 1, ""))
+            if fence <= lease.fence:
+                del self._payload_of[lease.group]
                 self.payloads.release(payload_id)
 
     def _enter(self, groups: int) -> None:
@@ -164,10 +167,11 @@ class Rollout(Service):
         self.counters["wait/groups"] += started - self._idle_since
         self.activity = f"loading version {tag.version}"
         try:
-            await self.agent.ensure(manifest, deadline=self.options.peer_timeout)
+            # Each chunk has the peer's deadline; all of them together take as long as they take.
+            await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
             await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
-        except Superseded:
-            # The store has moved past it already; the announcement of the newer one is on its way.
+        except NotStored:
+            # The trainer or this node has moved past it; the announcement of the newer one is on its way.
             self.log.info("version_overtaken", version=tag.version)
             self._idle_since = time.monotonic()
             return False

@@ -163,7 +163,8 @@ class Service:
     async def _close(self, clean: bool) -> None:
         self.activity, self.clean = "ending", clean
         if clean:
-            await self._bounded(self.mailbox.close(deadline=RELEASE_SECONDS), "close")
+            # Less than the bound around it, so that a peer that does not answer is named.
+            await self._bounded(self.mailbox.close(deadline=0.8 * RELEASE_SECONDS), "close")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

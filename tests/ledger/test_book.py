@@ -39,7 +39,7 @@ def test_a_group_lives_from_draw_to_training() -> None:
     assert (record.tokens, record.prompt_id) == (7, 100)
     assert book.commit(4, [0]) == (lease,)
     book.started(4)
-    assert book.trained(4) == (0,)
+    assert book.trained(4) == (lease,)
     assert 0 not in book
     assert len(book) == 1
 

@@ -135,7 +135,7 @@ def test_a_prompt_that_is_set_aside_is_logged_with_what_the_users_code_raised(tm
     lease = it.book.issue(1, "rollout-0", 0)
     why = Rejected(lease, "reward", "reward_exception", "my:reward raised ValueError: no label\n  traceback")
     with capture_logs() as logs, pytest.raises(ServiceError, match="no label"):
-        it._set_aside(1, why)
+        it._set_aside(lease, why)
     (told,) = [record for record in logs if record["event"] == "prompt_set_aside"]
     assert told["log_level"] == "error" and told["prompt_id"] == 17
     assert (told["stage"], told["reason"], told["error"]) == ("reward", "reward_exception", why.detail)
