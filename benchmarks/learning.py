@@ -14,22 +14,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+from relax.algorithms import registry
+
 ROOT = Path(__file__).resolve().parents[1]
 CURVES = ROOT / "benchmarks" / "learning.json"
 PLOT = ROOT / "docs" / "algorithms.png"
 BATCHES = 60
 FIRST, LAST = 3, 10
-ALGORITHMS = (
-    "grpo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "m2po",
-    "rloo",
-    "ppo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-)
+ALGORITHMS = registry.names()
 SEEDS = (1, 2, 3)
 
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
@@ -95,7 +87,8 @@ def plot(curves: dict[str, dict[str, list[float]]]) -> None:
             panel.plot(curve, linewidth=1, label=f"seed {seed}")
         panel.set_title(algorithm, fontsize=9)
         panel.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=7)
+    if panels[0, 0].lines:
+        panels[0, 0].legend(fontsize=7)
     figure.supxlabel("batch")
     figure.supylabel("mean reward")
     figure.tight_layout()
