@@ -33,10 +33,22 @@ def score(verifier: Verifier, item: dict[str, Any]) -> dict[str, Any]:
     if value is None:
         return {"value": None}
     if not isinstance(value, numbers.Real):
-        return {"failed": "bad_value", "detail": f"returned {value!r:.200} ({type(value).__name__}), not a number"}
-    if not math.isfinite(value):
-        return {"failed": "bad_value", "detail": f"returned {value!r}, which is not finite"}
-    return {"value": float(value)}
+        return _bad_value(value, "not a number")
+    try:
+        number = float(value)
+    except OverflowError:  # an int or a fraction
+        return _bad_value(value, "which is beyond the range of a float")
+    if not math.isfinite(number):
+        return _bad_value(value, "which is not finite")
+    return {"value": number}
+
+
+def _bad_value(value: Any, problem: str) -> dict[str, Any]:
+    try:
+        shown = f"{value!r:.200}"
+    except Exception:  # Python shows no int of more than 4300 digits, and a user's class may do anything
+        shown = "a value that cannot be shown"
+    return {"failed": "bad_value", "detail": f"returned {shown} ({type(value).__name__}), {problem}"}
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
 NOT_A_FUNCTION = 3
@@ -39,6 +40,10 @@ def told(prompt, response, label, row):
             return float("nan")
         case ["inf"]:
             return -float("inf")
+        case ["huge", digits]:
+            return 10 ** int(digits)
+        case ["huge-fraction"]:
+            return Fraction(10**400, 3)
         case ["list"]:
             return [1.0]
         case ["text"]:

@@ -69,8 +69,11 @@ def test_abstaining_is_neither_zero_nor_a_failure() -> None:
     [
         ("raise", "exception", "KeyError: 'no such thing'"),
         ("exit", "exception", "SystemExit"),
-        ("nan", "bad_value", "returned nan, which is not finite"),
-        ("inf", "bad_value", "returned -inf, which is not finite"),
+        ("nan", "bad_value", "returned nan (float), which is not finite"),
+        ("inf", "bad_value", "returned -inf (float), which is not finite"),
+        ("huge 400", "bad_value", "0000 (int), which is beyond the range of a float"),
+        ("huge 5000", "bad_value", "returned a value that cannot be shown (int), which is beyond the range of a float"),
+        ("huge-fraction", "bad_value", "(Fraction), which is beyond the range of a float"),
         ("list", "bad_value", r"returned \[1.0\] (list), not a number"),
         ("text", "bad_value", "returned '1.0' (str), not a number"),
         ("die 3", "died", "exit code 3"),
