@@ -46,10 +46,11 @@ def located(resolved: Resolved, found: Iterable[Violation]) -> list[Violation]:
     kept = []
     for violation in found:
         name = violation.option.removeprefix("--").replace("-", "_")
-        if name in resolved.suspects or violation in kept:
-            continue
         source = violation.source or resolved.sources.get(name, "")
-        kept.append(replace(violation, source="" if source == "default" else source))
+        violation = replace(violation, source="" if source == "default" else source)
+        # Two checks that meet the same fault say the same of it.
+        if name not in resolved.suspects and violation not in kept:
+            kept.append(violation)
     return kept
 
 

@@ -2,14 +2,13 @@
 fill the last batch, the reward function, hooks, shared memory, cores. Reads files, starts no service, imports no torch.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax.config.checkpoint import Checkpoint, read_checkpoint, read_config
 from relax.config.checks import located
 from relax.config.fields import flag
 from relax.config.options import Options
@@ -19,13 +18,10 @@ from relax.config.tail import READS as TAIL_READS
 from relax.config.tail import check_tail
 from relax.config.violation import Violation
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 SHM = Path("/dev/shm")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 VERSIONS_KEPT = 2
-# A safetensors header longer than this is no header.
-LONGEST_HEADER = 100 * 2**20
 
 
 def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation]:
@@ -48,7 +44,7 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
         found += check_data(options)
         found += check_tail(options) if skip.isdisjoint(TAIL_READS) else []
     if "reward" in roles and not skip & {"rm_type", "custom_rm_path"}:
-        found += check_rewards(options)
+        found += check_rewards(options, resolved.sources)
     found += check_hooks(options, roles)
     found += _cores(resolved, node)
     return located(resolved, found)
@@ -58,16 +54,11 @@ def check_checkpoint(options: Options, *, holds_weights: bool = True) -> list[Vi
     """What is wrong with --hf-checkpoint: not there, incomplete, another architecture, too short for the samples; and,
     where this host `holds_weights`, whether they fit into its shared memory."""
     folder = Path(options.hf_checkpoint)
-    read = _read(options, "hf_checkpoint", folder)
+    read = read_checkpoint(folder)
+    found = _faults(options, "hf_checkpoint", read)
     if read.config is None:
-        return read.found
-    found = read.found
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        found.append(
-            _refuse(
-                options, "hf_checkpoint", "has no tokenizer (tokenizer.json)", "Save the tokenizer beside the model."
-            )
-        )
+        return found
+    found += _tokenizer(options, folder)
     if holds_weights and read.elements is not None:
         found += _room(options, read.elements)
     return [*found, *_fits_the_context(options, read.config)]
@@ -79,10 +70,9 @@ def check_reference(options: Options) -> list[Violation]:
     from relax.weights.checkpoint import checkpoint_shapes
 
     assert options.ref_load is not None
-    read = _read(options, "ref_load", options.ref_load)
-    policy = _read(options, "hf_checkpoint", Path(options.hf_checkpoint))
-    if read.config is None or read.elements is None or policy.config is None or policy.elements is None:
-        return read.found
+    read, policy = read_checkpoint(options.ref_load), read_checkpoint(Path(options.hf_checkpoint))
+    if read.config is None or read.shapes is None or policy.config is None or policy.shapes is None:
+        return _faults(options, "ref_load", read)
     theirs, ours = read.config.get("vocab_size"), policy.config.get("vocab_size")
     if theirs != ours:
         problem = f"has a vocabulary of {theirs} tokens, --hf-checkpoint {options.hf_checkpoint} one of {ours}"
@@ -100,77 +90,26 @@ def check_reference(options: Options) -> list[Violation]:
     return []
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A checkpoint's directory: what is wrong with it, its config.json (None: not usable), its number of weights
-    (None: not complete)."""
-
-    found: list[Violation]
-    config: dict[str, Any] | None = None
-    elements: int | None = None
-
-
 def _refuse(options: Options, name: str, problem: str, fix: str) -> Violation:
     return Violation(flag(name), str(getattr(options, name)), problem, fix)
 
 
-def _read(options: Options, name: str, folder: Path) -> _Read:
-    def unusable(problem: str, fix: str) -> _Read:
-        return _Read([_refuse(options, name, problem, fix)])
+def _faults(options: Options, name: str, read: Checkpoint) -> list[Violation]:
+    return [_refuse(options, name, problem, fix) for problem, fix in read.faults]
 
-    if not folder.is_dir():
-        what = "is a file" if folder.is_file() else "does not exist"
-        fix = f"Name the directory of a Hugging Face model; relative paths start at {Path.cwd()}."
-        return unusable(f"{what}: {folder.absolute()}", fix)
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        return unusable("has no config.json", "Name the directory that holds it, or download the whole model.")
+
+def _tokenizer(options: Options, folder: Path) -> list[Violation]:
+    from relax.data.errors import DataError
+    from relax.data.tokenize import PromptTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        fix = "Save the tokenizer beside the model."
+        return [_refuse(options, "hf_checkpoint", "has no tokenizer (tokenizer.json)", fix)]
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        return unusable(f"its config.json is no JSON: {error}", "Download the model again.")
-    if not isinstance(config, dict):
-        return unusable("its config.json holds no object", "Download the model again.")
-    architectures = config.get("architectures") or []
-    if not any(known in ARCHITECTURES for known in architectures):
-        named = ", ".join(map(str, architectures)) or "none"
-        return unusable(f"its architecture is {named}", f"Relax trains {', '.join(ARCHITECTURES)}.")
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        fix = "Save the model with safe_serialization=True."
-        return _Read([_refuse(options, name, "has no weights (*.safetensors)", fix)], config)
-    sizes = {file.name: _elements(file) for file in weights}
-    found = [
-        _refuse(options, name, f"{file} is no complete safetensors file", "Download it again.")
-        for file, size in sizes.items()
-        if size is None
-    ]
-    return _Read(found, config, None if found else sum(size or 0 for size in sizes.values()))
-
-
-def _elements(file: Path) -> int | None:
-    """Number of weights in a safetensors file, by its header; None when the file is cut or no such file.
-
-    Format: 8 bytes of little-endian header length, the header as JSON, the data.
-    """
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        raw = opened.read(length) if 2 <= length <= LONGEST_HEADER else b""
-    if len(raw) != length or not raw:
-        return None
-    try:
-        header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return None
-    count, end = 0, 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            elements = 1
-            for dimension in entry["shape"]:
-                elements *= dimension
-            count += elements
-            end = max(end, entry["data_offsets"][1])
-    return count if file.stat().st_size == 8 + length + end else None
+        PromptTokenizer(folder)
+    except DataError as error:
+        return [_refuse(options, "hf_checkpoint", error.problem, error.fix)]
+    return []
 
 
 def _room(options: Options, elements: int) -> Iterator[Violation]:
@@ -195,7 +134,7 @@ def _fits_the_ranks(resolved: Resolved, node: str | None) -> Iterator[Violation]
             continue
         options = service.options(resolved.options)
         folder = options.ref_load if service.role == "reference" else options.hf_checkpoint
-        config = _read(options, "hf_checkpoint", Path(folder)).config if folder else None
+        config = read_config(Path(folder))[0] if folder else None
         for size, problem, fix in _sizes_that_do_not_fit(options, config or {}):
             own = size in service.sizes
             name = f"services.{service.role}.{size}" if own else flag(size)

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from relax.data.errors import DataError
 from relax.data.sources import Row
 
+_AGAIN = "Download it again, or write it with AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokenized:
@@ -36,12 +38,15 @@ class PromptTokenizer:
                 f"checkpoint {self.checkpoint} has no tokenizer.json",
                 "Write it once with AutoTokenizer.from_pretrained(...).save_pretrained(...).",
             )
-        self._tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{path} is no tokenizer: {error}", _AGAIN) from None
         # A checkpoint may carry its own padding or truncation; a prompt must be neither cut nor padded.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         config_path = self.checkpoint / "tokenizer_config.json"
-        config: dict[str, Any] = json.loads(config_path.read_text("utf-8")) if config_path.is_file() else {}
+        config = _object(config_path) if config_path.is_file() else {}
         self._special = {
             key: value["content"] if isinstance(value, dict) else value
             for key, value in config.items()
@@ -79,6 +84,16 @@ class PromptTokenizer:
     def decode(self, token_ids: np.ndarray) -> str:
         """Text of `token_ids` without special tokens: what verifiers see."""
         return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is no JSON: {error}", _AGAIN) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds no object", _AGAIN)
+    return value
 
 
 def tokenize(tokenizer: PromptTokenizer, row: Row, *, input_key: str, apply_chat_template: bool) -> Tokenized:

@@ -3,6 +3,7 @@
 import re
 import socket
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 from relax.config.violation import Violation
@@ -17,9 +18,10 @@ _IMPORT_SECONDS = 60.0
 _ROWS = 1000
 
 
-def check(options: Any) -> list[Violation]:
+def check(options: Any, sources: Mapping[str, str] | None = None) -> list[Violation]:
     """Every reason why `options` (relax.config.Options) select no usable reward; empty when they do.
 
+    `sources` says where an option was set (`flag`, `topologies/local.yaml:12`), for faults between two of them.
     A custom function is imported in a child process, so that what its module does at import stays out of this one.
     """
     kind, custom = options.rm_type, options.custom_rm_path
@@ -27,8 +29,10 @@ def check(options: Any) -> list[Violation]:
         fix = "Set it to reasoning_gym, math or exact_match, or give --custom-rm-path module:function."
         return [Violation("--rm-type", None, "no reward is selected", fix)]
     if kind is not None and custom is not None:
-        problem = f"--rm-type {kind} is set too, and only one of them can score"
-        return [Violation("--custom-rm-path", custom, problem, "Drop one of the two.")]
+        at = {name: f" (from {source})" for name, source in (sources or {}).items()}
+        problem = f"--rm-type {kind}{at.get('rm_type', '')} is set too, and only one of them can score"
+        fix = f"Drop --rm-type{at.get('rm_type', '')} or --custom-rm-path{at.get('custom_rm_path', '')}."
+        return [Violation("--custom-rm-path", custom, problem, fix)]
     violations = []
     if options.rm_exact and kind != "reasoning_gym":
         problem = f"it has no effect on {f'--rm-type {kind}' if kind else 'a custom function'}"

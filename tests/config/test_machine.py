@@ -65,11 +65,101 @@ def test_an_architecture_that_is_not_supported_is_named(topology: Write, checkpo
     assert "MixtralForCausalLM" in told and "LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in told
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\ud800"])
 def test_a_broken_config_json_is_refused(topology: Write, checkpoint: Path, text: str) -> None:
-    (checkpoint / "config.json").write_text(text)
+    (checkpoint / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     (told,) = refusals(topology())
     assert "config.json" in told
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"architectures": 5}, "architectures = 5"),
+        ({"architectures": "Qwen3ForCausalLM"}, "architectures = 'Qwen3ForCausalLM'"),
+        ({"hidden_size": "x"}, "hidden_size = 'x'"),
+        ({"vocab_size": None}, "vocab_size = None"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0"),
+        ({"vocab_size": 101}, "vocab_size = 101 and hidden_size = 64, but model.embed_tokens.weight has the shape"),
+        ({"hidden_size": 32}, "hidden_size = 32, but model.embed_tokens.weight has the shape [100, 64]"),
+    ],
+)
+def test_values_in_config_json_that_cannot_be_are_named(
+    topology: Write, checkpoint: Path, values: dict[str, Any], told: str
+) -> None:
+    edit(checkpoint, **values)
+    (found,) = refusals(topology())
+    assert found.startswith("--hf-checkpoint") and "its config.json" in found and told in found
+
+
+def rewrite_header(weights: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    whole = weights.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    text = json.dumps(change(header) or header).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + whole[start:])
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda header: [1, 2], "its header holds no object"),
+        (lambda header: {EMBEDDING: 5}, f"no shape and place of {EMBEDDING}"),
+        (lambda header: {EMBEDDING: {"dtype": "F32"}}, f"no shape and place of {EMBEDDING}"),
+        (lambda header: header[EMBEDDING].update(shape=["100", 64]), f"no shape and place of {EMBEDDING}"),
+        (lambda header: header[EMBEDDING].update(data_offsets=[4]), f"no shape and place of {EMBEDDING}"),
+        (lambda header: header[EMBEDDING].update(shape=[100, 65]), f"{EMBEDDING} of shape [100, 65] takes"),
+    ],
+)
+def test_a_broken_header_is_told_with_file_and_tensor(
+    topology: Write, checkpoint: Path, change: Callable[[dict[str, Any]], Any], told: str
+) -> None:
+    rewrite_header(checkpoint / "model.safetensors", change)
+    (found,) = refusals(topology())
+    assert "model.safetensors is no complete safetensors file" in found and told in found and "Download" in found
+
+
+def test_weights_without_a_tensor_are_refused(topology: Write, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    (found,) = refusals(topology())
+    assert "hold no tensor (model.safetensors)" in found
+
+
+def test_shards_that_were_not_downloaded_are_named(topology: Write, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-00001-of-00002.safetensors")
+    (without_index,) = refusals(topology())
+    assert "misses model-00002-of-00002.safetensors" in without_index
+    shards = {EMBEDDING: "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002.safetensors"}
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    (with_index,) = refusals(topology())
+    assert "misses model-00002-of-00002.safetensors" in with_index and str(index) in with_index
+    index.write_text(json.dumps({"weight_map": {"a.b": "model-00001-of-00002.safetensors"}}))
+    (not_there,) = refusals(topology())
+    assert "its weights have no a.b" in not_there
+    for text in ("{", "{}", '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        (broken,) = refusals(topology())
+        assert str(index) in broken and "Download it again" in broken
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "<html>"),
+        ("tokenizer_config.json", "["),
+        ("tokenizer_config.json", "[]"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused_once(topology: Write, checkpoint: Path, file: str, text: str) -> None:
+    (checkpoint / file).write_text(text)
+    (found,) = refusals(topology())
+    assert found.startswith("--hf-checkpoint") and str(checkpoint / file) in found and "save_pretrained" in found
 
 
 @pytest.mark.parametrize(
@@ -84,6 +174,14 @@ def test_a_broken_config_json_is_refused(topology: Write, checkpoint: Path, text
 def test_sizes_that_do_not_fit_the_model(topology: Write, options: dict[str, Any], told: str) -> None:
     found = refusals(topology(**options))
     assert any(told in violation for violation in found), found
+
+
+def test_a_reward_in_the_file_and_one_by_flag_are_both_located(topology: Write) -> None:
+    file = topology()
+    (told,) = refusals(file, custom_rm_path="a:b")
+    line = 1 + next(n for n, text in enumerate(file.read_text().splitlines()) if "rm_type" in text)
+    assert told.startswith("--custom-rm-path = 'a:b' (from flag)")
+    assert f"Drop --rm-type (from {file}:{line}) or --custom-rm-path (from flag)." in told
 
 
 class Usage(NamedTuple):
@@ -149,14 +247,9 @@ def reference(tmp_path: Path, checkpoint: Path, topology: Write, **options: Any)
 
 def turn_a_tensor(weights: Path) -> str:
     """Write a tensor's shape the other way round; returns its name."""
-    whole = weights.read_bytes()
-    start = 8 + int.from_bytes(whole[:8], "little")
-    header = json.loads(whole[8:start])
-    name = next(n for n, entry in header.items() if len(set(entry.get("shape", ()))) == 2)
-    header[name]["shape"].reverse()
-    text = json.dumps(header).encode()
-    weights.write_bytes(len(text).to_bytes(8, "little") + text + whole[start:])
-    return str(name)
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewrite_header(weights, lambda header: header[name]["shape"].reverse())
+    return name
 
 
 def test_a_reference_like_the_policy_passes_and_needs_no_tokenizer(
@@ -176,9 +269,12 @@ def test_a_reference_that_cannot_be_read_is_refused(topology: Write, tmp_path: P
 
 def test_a_reference_of_another_vocabulary_is_refused(topology: Write, tmp_path: Path, checkpoint: Path) -> None:
     file = reference(tmp_path, checkpoint, topology)
-    edit(tmp_path / "reference", vocab_size=7)
+    edit(tmp_path / "reference", vocab_size=50, hidden_size=128)
+    rewrite_header(
+        tmp_path / "reference" / "model.safetensors", lambda header: header[EMBEDDING].update(shape=[50, 128])
+    )
     (told,) = refusals(file)
-    assert told.startswith("--ref-load") and "a vocabulary of 7 tokens" in told
+    assert told.startswith("--ref-load") and "a vocabulary of 50 tokens" in told
 
 
 @pytest.mark.parametrize("interval", [None, 2])

@@ -51,6 +51,13 @@ def test_unusable_rewards_are_refused(options: SimpleNamespace, changes: dict, s
     assert re.search(says, str(violation)), str(violation)
 
 
+def test_of_two_rewards_the_places_of_both_are_named(options: SimpleNamespace) -> None:
+    options.custom_rm_path = "a:b"
+    (violation,) = check(options, {"rm_type": "t.yaml:12", "custom_rm_path": "flag"})
+    assert "--rm-type reasoning_gym (from t.yaml:12) is set too" in violation.problem
+    assert violation.fix == "Drop --rm-type (from t.yaml:12) or --custom-rm-path (from flag)."
+
+
 def test_rows_that_reasoning_gym_cannot_score_are_refused(options: SimpleNamespace) -> None:
     Path(options.prompt_data).write_text('{"prompt": "a"}\n')
     assert "line 1: the row is no reasoning-gym entry" in check(options)[0].problem
