@@ -4,14 +4,16 @@ Each check names the options it reads: where one of them was refused already, it
 is left out. A check yields violations; together they are the one message a user gets.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
 from relax.config.fields import flag
 from relax.config.options import Options
+from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
-from relax.config.schema import RANKED
+from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
 from relax.config.violation import Violation
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -82,6 +84,15 @@ def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     if options.num_rollout is None and options.num_epoch is None:
         yield _refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+
+
+@_reads("run_name")
+def _the_name_can_name_a_directory(resolved: Resolved) -> Iterator[Violation]:
+    name = resolved.options.run_name
+    if not re.fullmatch(RUN_NAME, name):
+        yield _refuse(resolved.options, "run_name", "is no name", NAME_FIX)
+    elif len(name) > LONGEST_RUN_NAME:
+        yield _refuse(resolved.options, "run_name", "is too long", f"Give at most {LONGEST_RUN_NAME} characters.")
 
 
 @_reads("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")

@@ -7,6 +7,8 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+NAME_FIX = "A name has letters, digits, dots, dashes and underscores, and starts with a letter or a digit."
+
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name most like `name`, if any is like it."""
@@ -35,6 +37,10 @@ def explain(error: ErrorDetails, field: FieldInfo | None) -> tuple[str, str]:
         return problem, f"Give a value {fix.format(**limits)}."
     if kind == "literal_error":
         return "is none of the choices", f"Choose one of {', '.join(choices(field)) or limits.get('expected', '')}."
+    if kind == "string_pattern_mismatch":  # the one pattern that a user meets is that of names
+        return "is no name", NAME_FIX
+    if kind == "string_too_long":
+        return "is too long", f"Give at most {limits['max_length']} characters."
     words = {
         "int": "a whole number",
         "float": "a number",

@@ -10,12 +10,17 @@ Index = Annotated[int, Field(ge=0, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 
 
+# It becomes a part of the run directory's name.
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+LONGEST_RUN_NAME = 64
+
+
 class Entry(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class RunEntry(Entry):
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
+    name: str | None = Field(default=None, pattern=RUN_NAME, max_length=LONGEST_RUN_NAME)
     directory: Path = Path("runs")
 
 

@@ -50,6 +50,8 @@ def test_legal_combinations_pass(topology: Write, options: dict[str, Any]) -> No
 
 REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"num_rollout": None}, "--num-rollout", ["--num-epoch", "when the run ends"]),
+    ({"run_name": "../../x"}, "--run-name", ["is no name", "letters, digits, dots, dashes and underscores"]),
+    ({"run_name": "x" * 65}, "--run-name", ["is too long", "64"]),
     ({"global_batch_size": 3}, "--global-batch-size", ["4 prompts x 2 samples = 8", "2 or 4"]),
     ({"global_batch_size": 16}, "--global-batch-size", ["= 8 samples", "8"]),
     ({"num_steps_per_rollout": 3}, "--num-steps-per-rollout", ["which 3 steps do not divide", "2 or 4"]),

@@ -175,3 +175,40 @@ def test_merge_keys_and_anchors_keep_their_lines(tmp_path: Path) -> None:
     text = "x: &base {replicas: 2, cores: [0]}\n" + SERVICES.replace("rollout: {}", "rollout: {<<: *base}")
     found = refusals(tmp_path, text)
     assert any("1 cores" in told for told in found) and any("t.yaml:1" in told and "x" in told for told in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\n? [a, b]\n: 1\n", "on line 2: a key is a list or a mapping"),
+        ("a: 1\n? {a: b}\n: 1\n", "on line 2: a key is a list or a mapping"),
+        ("a: 1\nb: &x [*x]\n", "on line 2: an alias stands inside what it is an alias of"),
+        ("a: 1\nb: &x {c: {d: *x}}\n", "on line 2: an alias stands inside what it is an alias of"),
+        ("a: 1\nb: &x {<<: *x}\n", "on line 2: an alias stands inside what it is an alias of"),
+        ("a: 1\nb: \0\n", "on line 2: it holds the character '\\x00'"),
+        ("a: 1\nb: " + "[" * 5000, "is nested too deeply by line 2"),
+        ("a: 1\nb: 2024-13-45\n", "on line 2: '2024-13-45' is no timestamp"),
+        ("a: 1\nb: !!bool x\n", "on line 2: 'x' is no bool"),
+        ("a: 1\nb: " + "9" * 5000, "9' is no int"),
+    ],
+)
+def test_yaml_that_python_cannot_hold_is_refused_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, text)
+    (violation,) = refused.value.violations
+    assert str(tmp_path / "t.yaml") in str(violation) and told in violation.problem and violation.fix
+
+
+def test_an_alias_beside_what_it_stands_for_is_read(tmp_path: Path) -> None:
+    _, found = read(
+        tmp_path, SERVICES.replace("reward: {}", "reward: &one {threads: 2}").replace("actor: {}", "actor: *one")
+    )
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("../../x", "is no name. A name has letters, digits, dots, dashes"), ("x" * 65, "is too long")]
+)
+def test_a_name_that_cannot_name_a_directory(tmp_path: Path, name: str, told: str) -> None:
+    (found,) = refusals(tmp_path, f"run: {{name: {name}}}{SERVICES}")
+    assert found.startswith(f"run.name = {name!r} (from t.yaml:1)") and told in found
