@@ -26,6 +26,7 @@ import yaml
 
 from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
+from relax.launch.obstacle import obstacle
 from relax.launch.places import enter, places_of, remove_if_dead, try_lock
 
 # In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
@@ -108,7 +109,7 @@ class RunDir:
         """Opens a new run in `path`, or in the first free `<directory>/<name>-<n>`, and takes part in it.
 
         `config` and `topology` are the texts of config.yaml and topology.yaml. Raises ConfigError when `path` holds
-        a run already, dead or alive.
+        a run already, dead or alive, or cannot be made.
         """
         path = numbered(directory, name) if path is None else path.absolute()
         with _creating(path):
@@ -188,25 +189,35 @@ class RunDir:
             raise ConfigError(refused)
         run_id = run_id or secrets.token_hex(6)
         runtime_dir, shm_dir = places_of(run_id)
-        run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir))
+        with _refusing(path):
+            run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir))
+            try:
+                run._write(config, topology)
+            except OSError:
+                assert run._member is not None
+                os.close(run._member)
+                remove_if_dead(runtime_dir, shm_dir)
+                raise
+        return run
+
+    def _write(self, config: str, topology: str) -> None:
         with contextlib.suppress(FileExistsError):
-            (runtime_dir / HOME).symlink_to(path)
-        for folder in (run.logs_dir, run.samples_dir, run.weights_dir):
+            (self.runtime_dir / HOME).symlink_to(self.path)
+        for folder in (self.logs_dir, self.samples_dir, self.weights_dir):
             folder.mkdir(exist_ok=True)
-        run.config.write_text(config)
-        run.topology.write_text(topology)
+        self.config.write_text(config)
+        self.topology.write_text(topology)
         facts = {
-            "run_id": run_id,
-            "runtime_dir": str(runtime_dir),
-            "shm_dir": str(shm_dir),
+            "run_id": self.run_id,
+            "runtime_dir": str(self.runtime_dir),
+            "shm_dir": str(self.shm_dir),
             "host": socket.gethostname(),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         # Renamed into place last: a reader that finds it finds everything else.
-        aside = path / ".runtime.json"
+        aside = self.path / ".runtime.json"
         aside.write_text(json.dumps(facts, indent=2) + "\n")
-        aside.rename(path / "runtime.json")
-        return run
+        aside.rename(self.path / "runtime.json")
 
 
 def _home(run_id: str) -> Path | None:
@@ -216,18 +227,37 @@ def _home(run_id: str) -> Path | None:
 
 
 def refusals(path: Path) -> list[Violation]:
-    """Why no run can be opened in `path`; changes nothing there."""
-    if path.exists() and not path.is_dir():
-        return [_refusal(path, "is no directory")]
+    """Why no run can be opened in `path`; leaves nothing there."""
+    if problem := obstacle(path):
+        return [_refusal(path, problem)]
     for remains in ("ledger.sqlite", "metrics.jsonl"):
         if (path / remains).exists():
             return [_refusal(path, f"it holds the {remains} of an earlier run")]
     return []
 
 
+def directory_refusals(directory: Path, source: str = "") -> list[Violation]:
+    """Why no run can be numbered in `directory`, the topology file's run.directory; leaves nothing there."""
+    problem = obstacle(directory)
+    return [Violation("run.directory", str(directory), problem, _DIRECTORY_FIX, source)] if problem else []
+
+
+_DIRECTORY_FIX = "Name a directory that can be written to as run.directory, or give --run-dir."
+
+
 def numbered(directory: Path, name: str) -> Path:
-    """Makes and returns `<directory>/<name>-<n>`, n one above the highest there is; safe against other launchers."""
+    """Makes and returns `<directory>/<name>-<n>`, n one above the highest there is; safe against other launchers.
+
+    Raises ConfigError when `directory` cannot be made or written to.
+    """
+    if refused := directory_refusals(directory):
+        raise ConfigError(refused)
     directory = directory.absolute()
+    with _refusing(directory, "run.directory", _DIRECTORY_FIX):
+        return _numbered(directory, name)
+
+
+def _numbered(directory: Path, name: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     taken = (re.fullmatch(re.escape(name) + r"-(\d+)", entry.name) for entry in directory.iterdir())
     n = 1 + max((int(match[1]) for match in taken if match), default=0)
@@ -243,9 +273,12 @@ def numbered(directory: Path, name: str) -> Path:
 @contextlib.contextmanager
 def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Iterator[None]:
     """Holds the directory's own lock, under which runs are opened, joined and cleared away."""
-    if make:
-        path.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    if make and (problem := obstacle(path)):
+        raise ConfigError([_refusal(path, problem)])
+    with _refusing(path) if make else contextlib.nullcontext():
+        if make:
+            path.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         end = time.monotonic() + deadline
         while not try_lock(fd):
@@ -257,6 +290,17 @@ def _creating(path: Path, deadline: float = 10.0, *, make: bool = True) -> Itera
         os.close(fd)
 
 
+@contextlib.contextmanager
+def _refusing(path: Path, option: str = "--run-dir", fix: str = "") -> Iterator[None]:
+    """Whatever the file system says against a new run, as a refusal of `path`."""
+    try:
+        yield
+    except OSError as error:
+        about = f": {error.filename}" if error.filename and error.filename != str(path) else ""
+        problem = f"the run cannot be opened there: {error.strerror or error}{about}"
+        raise ConfigError([_refusal(path, problem, option, fix)]) from None
+
+
 def _live(path: Path) -> bool:
     """Whether somebody takes part in a run at `path`; the remains of a dead one are cleared away."""
     if not (path / "runtime.json").is_file():
@@ -265,8 +309,8 @@ def _live(path: Path) -> bool:
     return run.runtime_dir.is_dir() and not remove_if_dead(run.runtime_dir, run.shm_dir)
 
 
-def _refusal(path: Path, problem: str) -> Violation:
-    return Violation("--run-dir", str(path), problem, "Choose a new directory, or leave --run-dir out.")
+def _refusal(path: Path, problem: str, option: str = "--run-dir", fix: str = "") -> Violation:
+    return Violation(option, str(path), problem, fix or "Choose a new directory, or leave --run-dir out.")
 
 
 def _differences(config: Path, text: str) -> Iterator[Violation]:

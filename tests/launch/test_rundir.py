@@ -6,6 +6,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from relax.config.violation import ConfigError
-from relax.launch.rundir import RunDir, numbered
+from relax.launch import rundir
+from relax.launch.obstacle import obstacle
+from relax.launch.places import places_of
+from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 
 JOIN = """
 import pathlib, sys, time
@@ -127,3 +131,61 @@ def test_joining_with_other_options_names_each_difference(tmp_path: Path) -> Non
 def test_a_directory_without_a_run_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no run directory"):
         RunDir.load(tmp_path)
+
+
+def no_place(folder: Path) -> list[tuple[Path, str]]:
+    """Directories that cannot be made, and what is said of them."""
+    (folder / "file").touch()
+    return [
+        (Path("/proc/nope/run"), "cannot be made or written to"),
+        (folder / "file", "is no directory"),
+        (folder / "file" / "run", f"cannot be made: {folder / 'file'} is no directory"),
+        (folder / "new" / ("x" * 300), "cannot be made"),
+        (folder / ("x" * 300), "cannot be made"),
+        (folder / "nul\0", "holds a NUL character"),
+    ]
+
+
+def test_a_directory_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    for path, told in no_place(tmp_path):
+        for opened in (RunDir.create, RunDir.create_or_join):
+            (violation,) = refusals(path)
+            assert violation.option == "--run-dir" and told in violation.problem and violation.fix
+            with pytest.raises(ConfigError, match="--run-dir"):
+                opened(path)
+        (violation,) = directory_refusals(path, "t.yaml")
+        assert told in violation.problem and violation.option == "run.directory" and violation.source == "t.yaml"
+        with pytest.raises(ConfigError, match=r"run\.directory"):
+            numbered(path, "t")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+UNWRITABLE = """
+import os, pathlib, sys
+from relax.launch.rundir import refusals
+os.chmod(sys.argv[1], 0o500)
+os.setuid(65534)  # permissions do not hold root
+print(*refusals(pathlib.Path(sys.argv[1]) / "run"))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_a_parent_that_another_user_holds_is_refused(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        told = subprocess.run([sys.executable, "-c", UNWRITABLE, folder], capture_output=True, text=True, check=True)
+    assert "cannot be made or written to: Permission denied" in told.stdout, told
+
+
+def test_a_directory_that_can_be_made_is_only_tried(tmp_path: Path) -> None:
+    assert obstacle(tmp_path / "a" / "b") is None and obstacle(tmp_path) is None and list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_be_written_is_refused_and_leaves_no_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir.secrets, "token_hex", lambda size: "feedfacefeed")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be opened there: Is a directory: .*config\.yaml"):
+        RunDir.create(tmp_path / "run")
+    assert not any(place.exists() for place in places_of("feedfacefeed"))
