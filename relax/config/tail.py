@@ -1,4 +1,4 @@
-"""Whether the end of the prompts leaves a last, short batch that the algorithm cannot train."""
+"""Where the prompts end a run: after how many batches, and whether with a short one that the algorithm cannot train."""
 
 from math import isqrt
 from typing import Any
@@ -41,16 +41,29 @@ def check_tail(options: Any) -> list[Violation]:
     return [Violation(flag("num_epoch"), epochs, told, f"{fix}.")]
 
 
+def planned_batches(options: Any) -> int | None:
+    """How many batches the run will have: the earlier of --num-rollout and --num-epoch. None when that is not known
+    beforehand: how many prompts --overlong-prompts filter leaves, or the prompts are on another host."""
+    if options.num_epoch is None:
+        return options.num_rollout
+    prompts = None if options.overlong_prompts == "filter" else _length(options)
+    if prompts is None:
+        return None
+    batches = -(-prompts * options.num_epoch // options.rollout_batch_size)
+    return min(batches, options.num_rollout or batches)
+
+
 def _length(options: Any) -> int | None:
     from relax.data import DataError, open_source
-    from relax.data.generated import parse_spec
+    from relax.data.generated import default_size, parse_spec
     from relax.data.sources import REASONING_GYM
 
     spec = str(options.prompt_data)
     try:
         if spec.startswith(REASONING_GYM):
-            # Importing reasoning-gym takes longer than a check may; mostly the size is in the name.
-            size = parse_spec(spec).config.get("size")
+            # Importing reasoning-gym takes longer than a check may, and its source tells the size too.
+            parsed = parse_spec(spec)
+            size = parsed.config.get("size", default_size(parsed.task))
             if isinstance(size, int):
                 return size
         return len(open_source(spec, seed=options.seed))

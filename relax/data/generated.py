@@ -68,13 +68,25 @@ def task_names() -> dict[str, str]:
 
 def config_fields(task: str) -> list[str]:
     """Field names of the task's configuration dataclass, read from its source."""
+    return [name for name, _ in _config_items(task)]
+
+
+def default_size(task: str) -> int | None:
+    """How many items the task has where nothing is said of it, read from its source; None when it does not tell."""
+    value = dict(_config_items(task)).get("size")
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, int) else None
+
+
+def _config_items(task: str) -> list[tuple[str, ast.expr | None]]:
+    """(name, default) of the fields of the task's configuration."""
     tree = ast.parse(Path(task_names()[task]).read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register_dataset":
             config = classes[call.args[2].id]  # type: ignore[attr-defined]
-            return [n.target.id for n in config.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+            fields = [node for node in config.body if isinstance(node, ast.AnnAssign)]
+            return [(field.target.id, field.value) for field in fields if isinstance(field.target, ast.Name)]
     raise DataError(f"reasoning-gym task {task!r} registers no configuration that Relax can read", "Use another task.")
 
 

@@ -5,15 +5,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax.config.checks import check_options, warnings
+from relax.config.checks import check_options, located, warnings
 from relax.config.flags import Given, Parser
 from relax.config.machine import check_machine
 from relax.config.resolve import Resolved, accepted, resolve
+from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
 from relax.launch.plan import Command, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
-from relax.launch.rundir import RunDir, numbered, refusals
+from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run_id
@@ -57,7 +58,10 @@ def _validate(given: Given) -> Resolved:
         ]
 
     def check_run_dir(resolved: Resolved) -> list[Violation]:
-        return refusals(resolved.options.run_dir) if resolved.options.run_dir else []
+        if resolved.options.run_dir is not None:
+            return located(resolved, refusals(resolved.options.run_dir))
+        assert resolved.topology is not None
+        return directory_refusals(resolved.topology.directory, str(resolved.topology.path))
 
     def check_this_machine(resolved: Resolved) -> list[Violation]:
         return check_machine(resolved, node)
@@ -87,7 +91,7 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
     plans = plan(resolved, run, given.own.node, given.options, command)
     print(f"run directory: {run.path}")
     print(f"services: {', '.join(process.name for process in plans)}", flush=True)
-    progress = Progress(run.metrics, options.num_rollout)
+    progress = Progress(run.metrics, planned_batches(options))
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
     with view:
         mark = mark_of(run, given.own.node)

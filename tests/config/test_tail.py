@@ -12,7 +12,7 @@ import pytest
 from relax.config import tail
 from relax.config.machine import check_machine
 from relax.config.resolve import resolve
-from relax.config.tail import check_tail
+from relax.config.tail import check_tail, planned_batches
 
 Write = Callable[..., Path]
 # 20 prompts, batches of 4: see conftest.
@@ -100,3 +100,24 @@ def test_the_check_imports_no_torch_and_no_reasoning_gym(topology: Write) -> Non
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == [1, False, False]
     assert check_tail(resolve({}, file).options)
+
+
+@pytest.mark.parametrize(
+    ("options", "batches"),
+    [
+        ({"num_rollout": 10}, 10),
+        ({"num_rollout": 10, "num_epoch": 1}, 5),
+        ({"num_rollout": 10, "num_epoch": 1, "rollout_batch_size": 20}, 1),
+        ({"num_rollout": 2, "num_epoch": 1}, 2),
+        ({"num_rollout": None, "num_epoch": 3, "rollout_batch_size": 8}, 8),
+        ({"num_rollout": 10, "num_epoch": 1, "overlong_prompts": "filter"}, None),
+        ({"num_rollout": 10, "overlong_prompts": "filter"}, 10),
+        ({"num_epoch": 1, "num_rollout": None, "prompt_data": "reasoning_gym:spell_backward?size=9"}, 3),
+        ({"num_epoch": 1, "num_rollout": None, "prompt_data": "reasoning_gym:spell_backward"}, 125),
+        ({"num_epoch": 1, "prompt_data": "/on/another/host.jsonl"}, None),
+    ],
+)
+def test_planned_batches_are_those_of_the_earlier_end(
+    topology: Write, options: dict[str, Any], batches: int | None
+) -> None:
+    assert planned_batches(resolve({}, topology(**options)).options) == batches

@@ -331,3 +331,20 @@ def test_a_directory_of_an_earlier_run_is_refused(launch: Launch, tmp_path: Path
         code, _, err = launch.start("--run-dir", str(tmp_path / "old"), *dry).end()
         assert code == 2 and f"it holds the {remains} of an earlier run" in err
     assert [entry.name for entry in (tmp_path / "old").iterdir()] == [remains]
+
+
+def test_a_run_directory_that_cannot_be_made_is_refused(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in ("/proc/nope", str(tmp_path / "file"), str(tmp_path / ("x" * 300))):
+        for dry in (["--dry-run"], []):
+            code, out, err = launch.start("--run-dir", path, *dry).end()
+            assert code == 2 and not out and f"--run-dir = '{path}' (from flag)" in err and "Traceback" not in err
+    launch.top = {"run": {"name": "t", "directory": str(tmp_path / "file")}}
+    code, out, err = launch.start("--dry-run").end()
+    assert code == 2 and not out and f"run.directory = '{tmp_path / 'file'}'" in err and "is no directory" in err
+
+
+def test_progress_counts_the_batches_that_the_prompts_are_enough_for(launch: Launch) -> None:
+    launch.top = {"options": {"prompt_data": "reasoning_gym:spell_backward?size=12", "num_epoch": 1, "num_rollout": 10}}
+    code, out, _ = launch.start(controller="join rows=3 sleep=0.5 exit=0", **all_done("controller")).end()
+    assert code == 0 and "batch 3/3" in out
