@@ -58,10 +58,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def read_config(folder: Path) -> tuple[dict[str, Any] | None, list[tuple[str, str]]]:
     """config.json, or None and the one fault (problem, fix) that makes it unusable."""
-    if not folder.is_dir():
-        what = "is a file" if folder.is_file() else "does not exist"
+    try:
+        there = "" if folder.is_dir() else "is a file" if folder.is_file() else "does not exist"
+    except OSError as error:  # a name that is too long
+        there = f"cannot be looked up, {error.strerror}"
+    if there:
         fix = f"Name the directory of a Hugging Face model; relative paths start at {Path.cwd()}."
-        return None, [(f"{what}: {folder.absolute()}", fix)]
+        return None, [(f"{there}: {folder.absolute()}", fix)]
     file = folder / "config.json"
     if not file.is_file():
         return None, [("has no config.json", "Name the directory that holds it, or download the whole model.")]

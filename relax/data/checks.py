@@ -1,7 +1,10 @@
 """What can be wrong with the prompt data, found before a process starts. Fast: parses rows, tokenizes only a few."""
 
 import difflib
-from collections.abc import Callable
+import heapq
+import json
+import os
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from relax.data.tokenize import PromptTokenizer, tokenize
 _PARSED_BYTES = 64 * 2**20
 _PARSED_ROWS = 100_000
 _TOKENIZED_ROWS = 64
+_LONGEST_ROWS = 64
 _SEARCHED_FOR_A_FIT = 2048
 
 
@@ -33,7 +37,7 @@ def check(options: Any) -> list[Violation]:
         rows = _parse(source)
     except DataError as error:
         return [Violation("--prompt-data", spec, error.problem, error.fix)]
-    return _check_keys(rows, source.where, options) or _check_tokens(source, options)
+    return _check_keys(rows, source.where, options) or _check_tokens(source, options, rows)
 
 
 def _check_generated(spec: str, options: Any) -> list[Violation]:
@@ -91,10 +95,23 @@ def _fields(rows: list[Row], key: str) -> str:
     return f"{guess}The rows have: {', '.join(names)}."
 
 
-def _check_tokens(source: PromptSource, options: Any) -> list[Violation]:
-    """Tokenizes the first rows, and more of them only to find one that fits."""
+def _longest(rows: Sequence[Row], key: str) -> list[int]:
+    """The rows with the longest prompts in bytes, the longest first."""
+
+    def size(index: int) -> int:
+        content = rows[index].get(key)
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+        return len(text.encode("utf-8", "surrogatepass"))
+
+    return heapq.nlargest(_LONGEST_ROWS, range(len(rows)), key=size)
+
+
+def _check_tokens(source: PromptSource, options: Any, rows: Sequence[Row] = ()) -> list[Violation]:
+    """Tokenizes the first rows, and more of them only to find one that fits; of `rows`, all that were parsed, also the
+    longest where one that is too long ends the run."""
     checkpoint = Path(options.hf_checkpoint)
-    if not checkpoint.is_dir() or not any((checkpoint / f"tokenizer.{kind}").is_file() for kind in ("json", "model")):
+    # Says no, and does not raise, where the name is one that no file can have.
+    if not any(os.access(checkpoint / f"tokenizer.{kind}", os.R_OK) for kind in ("json", "model")):
         return []
     try:
         tokenizer = PromptTokenizer(checkpoint)
@@ -105,8 +122,10 @@ def _check_tokens(source: PromptSource, options: Any) -> list[Violation]:
         fix = "Drop it, or add a chat_template.jinja to the checkpoint."
         return [Violation("--apply-chat-template", True, problem, fix)]
     limit, fits, tried = options.rollout_max_prompt_len, 0, min(len(source), _SEARCHED_FOR_A_FIT)
-    for i in range(tried):
-        if i >= _TOKENIZED_ROWS and fits:
+    refuses = options.overlong_prompts == "refuse"
+    first = range(min(tried, _TOKENIZED_ROWS))
+    for i in [*first, *_longest(rows, options.input_key)] if refuses else range(tried):
+        if i >= _TOKENIZED_ROWS and fits and not refuses:
             return []
         try:
             tokenized = tokenize(
@@ -117,7 +136,7 @@ def _check_tokens(source: PromptSource, options: Any) -> list[Violation]:
         length = len(tokenized.token_ids)
         if length <= limit:
             fits += 1
-        elif options.overlong_prompts == "refuse":
+        elif refuses:
             problem = f"{source.where(i)} has {length} tokens, over this limit"
             fix = "Raise it, or leave long prompts out with --overlong-prompts filter."
             return [Violation("--rollout-max-prompt-len", limit, problem, fix)]

@@ -40,7 +40,11 @@ def open_source(spec: str, *, seed: int) -> PromptSource:
 
         return ReasoningGymSource(spec, seed=seed)
     path = Path(spec)
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # a name that is too long
+        raise DataError(f"prompt data {spec!r} cannot be looked up: {error.strerror}", _CHOICES) from None
+    if not there:
         raise DataError(f"prompt data {spec!r}: no such file (looked in {Path.cwd()})", _CHOICES)
     if not path.is_file():
         raise DataError(f"prompt data {spec!r} is a directory", _CHOICES)

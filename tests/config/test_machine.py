@@ -31,6 +31,13 @@ def test_a_missing_checkpoint_names_the_place_it_was_looked_for(topology: Write)
     assert "does not exist" in told and str(Path.cwd() / "no/such/model") in told and "topology.yaml:" in told
 
 
+def test_names_that_no_file_can_have_are_refused(topology: Write) -> None:
+    name = "x" * 300
+    for option in ("hf_checkpoint", "prompt_data"):
+        (told,) = refusals(topology(**{option: name}))
+        assert "cannot be looked up" in told and "--" + option.replace("_", "-") in told
+
+
 @pytest.mark.parametrize(
     ("file", "told"),
     [

@@ -87,6 +87,22 @@ def test_template_is_demanded_only_when_asked_for(options: SimpleNamespace, tmp_
     assert violation.option == "--apply-chat-template"
 
 
+def test_a_long_prompt_far_behind_short_ones_is_found_before_the_run(options: SimpleNamespace) -> None:
+    # Lines with more bytes than it, in another field, do not hide it.
+    rows = [{"prompt": "a", "answer": "b" * 100}] * 5000
+    rows[4321] = {"prompt": [{"role": "user", "content": "a" * 30}], "answer": "b"}
+    rows[4999] = {"prompt": "a" * 40, "answer": "b"}
+    options.apply_chat_template = True
+    for row, tokens in ((4321, 30), (4999, 40)):
+        Path(options.prompt_data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (violation,) = check(options)
+        assert violation.option == "--rollout-max-prompt-len" and f"line {row + 1} has" in violation.problem
+        assert int(re.search(r"has (\d+) tokens", violation.problem)[1]) >= tokens  # type: ignore[index]
+        rows[row] = rows[0]
+    Path(options.prompt_data).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert check(options) == []
+
+
 def test_long_prompts_behind_short_ones_are_no_reason_to_refuse_a_filter(options: SimpleNamespace) -> None:
     lines = [{"prompt": "a" * 30, "answer": 1}] * 100 + [{"prompt": "a", "answer": 1}]
     Path(options.prompt_data).write_text("".join(json.dumps(row) + "\n" for row in lines))
