@@ -46,6 +46,7 @@ from relax.protocol.messages import (
     Welcome,
 )
 from relax.services.draws import Draw, Draws
+from relax.services.health import trouble
 from relax.services.pace import Pace
 from relax.services.registry import ALWAYS_NEEDED, Registry
 from relax.services.replicas import Replica, Replicas
@@ -187,23 +188,18 @@ class Controller(Service):
         """Silence, missing services and stalls end the run with a name; new prompts and late rows get their turn."""
         while True:
             await asyncio.sleep(CHECK_SECONDS)
-            now, o = time.monotonic(), self.options
             if self._finishing:
                 continue
-            if (missing := self.registry.missing()) and now - self._started_at > o.startup_timeout:
-                raise ServiceError(
-                    f"no {' and no '.join(missing)} service has joined within --startup-timeout {o.startup_timeout:g} s"
-                )
-            if (quiet := self.registry.silent(now, o.peer_timeout)) is not None:
-                raise ServiceError(
-                    f"{quiet.member.name} has been silent for {now - quiet.heard:.0f} s "
-                    f"(--peer-timeout {o.peer_timeout:g}), last seen {quiet.activity}"
-                )
-            if now - self._moved > o.stall_timeout:
-                raise ServiceError(
-                    f"nothing has moved for --stall-timeout {o.stall_timeout:g} s: {self.gate.blocked()}; "
-                    + "; ".join(f"{e.member.name} is {e.activity}" for e in self.registry.entries.values())
-                )
+            found = trouble(
+                self.registry,
+                self.options,
+                now=time.monotonic(),
+                started=self._started_at,
+                moved=self._moved,
+                waits=str(self.gate.blocked()),
+            )
+            if found is not None:
+                raise ServiceError(found)
             self._turn()
 
     # --- groups ------------------------------------------------------------------------------------------------------
