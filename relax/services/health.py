@@ -9,8 +9,8 @@ def trouble(
 ) -> str | None:
     """What ends the run now, with the name of who is to blame; None while all is well.
 
-    Times are monotonic seconds: `started` of the controller, `moved` of the last sign of progress. `waits` says what the
-    next batch waits for.
+    Times are monotonic seconds: `started` of the controller, `moved` of the last sign of progress. `waits` says what
+    the next batch waits for.
     """
     if (missing := registry.missing()) and now - started > options.startup_timeout:
         names = " and no ".join(missing)
