@@ -6,10 +6,12 @@ Everything else, from the first `Register` to the exit code, is here and the sam
 
 import asyncio
 import contextlib
+import faulthandler
 import json
 import os
 import secrets
 import signal
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator
@@ -41,6 +43,8 @@ HEARTBEAT_SECONDS = 0.5
 # How long a service may take to say its last words, and again to let go of what it holds. The launcher, which promises
 # an end within 10 s, allows for both.
 RELEASE_SECONDS = 2.5
+# After so long a service that is ending is ended, wherever it hangs.
+STUCK_SECONDS = 6.0
 
 
 class ServiceError(Exception):
@@ -130,7 +134,7 @@ class Service:
         except (ProtocolError, ServiceError, OSError) as error:
             self.log.error("service_failed", error=str(error))
         finally:
-            await self._close(clean=code == 0)
+            await self._close(code)
         return code
 
     async def _live(self) -> None:
@@ -160,8 +164,13 @@ class Service:
             assert isinstance(reply, HeartbeatReceived)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _close(self, clean: bool) -> None:
-        self.activity, self.clean = "ending", clean
+    async def _close(self, code: int) -> None:
+        self.activity, clean = "ending", code == 0
+        self.clean = clean
+        # Until the process is gone: threads that the interpreter waits for at its exit are part of the end.
+        stuck = threading.Timer(STUCK_SECONDS, self._stuck, (code,))
+        stuck.daemon = True
+        stuck.start()
         if clean:
             # Less than the bound around it, so that a peer that does not answer is named.
             await self._bounded(self.mailbox.close(deadline=0.8 * RELEASE_SECONDS), "close")
@@ -171,6 +180,13 @@ class Service:
         await self._bounded(self.release(), "release")
         self.mailbox.abort()
         self.run.leave()
+
+    def _stuck(self, code: int) -> None:
+        """The end itself does not end. Where it hangs goes to the service's output; what was decided before holds."""
+        self.log.warning("ending_stuck", code=code, seconds=STUCK_SECONDS)
+        faulthandler.dump_traceback(all_threads=True)
+        self.run.leave()
+        os._exit(code)
 
     async def _bounded(self, work: Coroutine[Any, Any, None], what: str) -> None:
         try:

@@ -1,0 +1,52 @@
+"""A service that was told to end ends, wherever it hangs, with the code that was decided before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from relax.config.options import Options
+from relax.launch.rundir import RunDir
+from relax.services import service
+
+service.STUCK_SECONDS = 0.5
+
+
+class Hanging(service.Service):
+    role = "controller"
+
+    def bind(self):
+        return self.run.endpoint("controller")
+
+    def handlers(self):
+        return {}
+
+    async def join(self):
+        self.end(int(sys.argv[2]))
+
+    async def release(self):
+        time.sleep(600)
+
+
+run = RunDir.create(Path(sys.argv[1]))
+options = Options()
+sys.exit(Hanging.start(service.Context("controller", options, run, "", "", None, options)))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_an_end_that_hangs_is_cut_short_and_told(tmp_path: Path, code: int) -> None:
+    command = [sys.executable, "-c", STUCK, str(tmp_path / "run"), str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert "in release" in done.stderr, "the output names where it hung"
+    assert not Path(f"/dev/shm/relax-{run_id(tmp_path)}").exists()
+
+
+def run_id(tmp_path: Path) -> str:
+    return json.loads((tmp_path / "run" / "runtime.json").read_text())["run_id"]
