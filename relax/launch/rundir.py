@@ -4,7 +4,7 @@ Layout (relax never writes outside these three):
 
     <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
-    runtime_dir  /tmp/relax-XXXXXXXX or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
+    runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
 
 Whoever takes part in a run on this host holds a shared lock on runtime_dir. A lock dies with its process, so the last
@@ -93,7 +93,7 @@ class RunDir:
         return self.logs_dir / f"{service}.out"
 
     def endpoint(self, service: str) -> str:
-        """The ipc endpoint where a service binds: `ipc:///tmp/relax-1a2b3c4d/rollout-0.sock`."""
+        """The ipc endpoint where a service binds: `ipc://<runtime_dir>/rollout-0.sock`."""
         return f"ipc://{self.runtime_dir / service}.sock"
 
     @classmethod

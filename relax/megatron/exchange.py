@@ -45,11 +45,6 @@ def broadcast(header: dict[str, Any] | None, arrays: Mapping[str, np.ndarray] | 
     return header, received
 
 
-def broadcast_batch(batch: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
-    """Rank 0's batch on every rank; the others give None. Collective over all ranks."""
-    return broadcast({}, batch)[1] if dist.get_rank() == 0 else broadcast(None)[1]
-
-
 def sum_metrics(metrics: Mapping[str, tuple[float, float]], groups: list[Any]) -> dict[str, tuple[float, float]]:
     """(sum, count) of every name added over the ranks of each group in turn; names may differ between ranks.
 

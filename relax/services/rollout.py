@@ -16,6 +16,7 @@ import numpy as np
 
 from relax.engines.base import BadResult, Engine, Request, RequestRefused, Result
 from relax.engines.vllm import VllmEngine
+from relax.logs.setup import adopt
 from relax.protocol.messages import (
     Announce,
     Generate,
@@ -57,6 +58,7 @@ class Rollout(Service):
     async def prepare(self) -> None:
         self.activity = "starting the engine"
         await self.engine.start()
+        adopt("transformers")  # imported by the engine, with a handler of its own
         self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
         self.spawn(self._follow_versions(), "weights")

@@ -174,7 +174,8 @@ def main() -> None:
         kind, changes, samples = CASES[case]
         made = learner(case, changes, output / kind)
         # Only rank 0 has the batches, as in the actor.
-        given = [exchange.broadcast_batch(batch if dist.get_rank() == 0 else None) for batch in recorded(samples)]
+        first = dist.get_rank() == 0
+        given = [exchange.broadcast(*(({}, batch) if first else (None,)))[1] for batch in recorded(samples)]
         seen = observe(made, given)
         if isinstance(made, Policy):
             exported = output / f"export-{case}"
