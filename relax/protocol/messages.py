@@ -101,13 +101,14 @@ class Shutdown:
 @message
 class GroupOrder:
     """One group to sample. `row` is the dataset's row as JSON; what a sample draws depends on (run seed, epoch,
-    prompt_id, sample index, attempt) alone."""
+    prompt_id, sample index, attempt) alone. `parked` holds what another replica has sampled of it already."""
 
     lease: Lease
     prompt_id: int
     epoch: int
     prompt_tokens: np.ndarray  # int32 [prompt tokens]
     row: bytes
+    parked: Payload | None = None  # arrays of SampledGroup, unfinished samples among them
 
 
 # controller -> rollout, when the gate lets groups be issued to this replica. In lockstep one message holds the whole
@@ -124,6 +125,22 @@ class Sampled:
     lease: Lease
     oldest_version: int
     tokens: int  # response tokens of all samples
+
+
+# rollout -> controller, when the replica will not finish a group it holds (it is told to leave). With `payload` the
+# group is parked: the samples so far, to go on at any replica; without, it starts anew. The attempt stays.
+@message
+class HandedBack:
+    lease: Lease
+    oldest_version: int | None  # None without tokens
+    payload: Payload | None  # arrays of SampledGroup, always inline: the sender goes away
+
+
+# rollout -> controller, when the replica is told to leave the run: it gets no more groups, and hands back or finishes
+# what it holds.
+@message
+class Leaving:
+    name: str
 
 
 # rollout -> reward, with Sampled.
@@ -174,8 +191,8 @@ class Rejected:
     detail: str
 
 
-# controller -> rollout, advantages, when draws ended (trained or dropped): their tensors may go. A later draw of the
-# same group is not meant.
+# controller -> rollout, advantages, when draws ended (trained or dropped): their tensors may go, and samples that still
+# run are cancelled. A later draw of the same group is not meant.
 @message
 class Release:
     leases: tuple[Lease, ...]
@@ -238,11 +255,12 @@ class Announce:
 
 
 # rollout -> controller: this version is loaded and every further token is sampled by it. `capacity` is how many groups
-# the replica takes at a time.
+# the replica takes at a time; `running` names the groups that went on through the update and may have older tokens.
 @message
 class Serving:
     version: int
     capacity: int
+    running: tuple[Lease, ...]
 
 
 # a node's weight agent -> actor (or an agent that has the version), for each chunk its node lacks. Reply: Chunk.

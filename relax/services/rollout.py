@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from relax.data.seeds import sample_seed
 from relax.engines.base import BadResult, Engine, Request, RequestRefused, Result
 from relax.engines.vllm import VllmEngine
 from relax.logs.setup import adopt
@@ -30,7 +31,6 @@ from relax.protocol.messages import (
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import FINISH_LENGTH, FINISH_STOP, SampledGroup
 from relax.services.chunks import weight_agent
-from relax.services.seeds import sample_seed
 from relax.services.service import Context, Service, ServiceError
 from relax.weights.errors import NotStored
 from relax.weights.manifest import Manifest
@@ -180,7 +180,7 @@ class Rollout(Service):
         self._idle_since = time.monotonic()
         self.counters["wait/weights"] += self._idle_since - started
         self.activity = "waiting for groups"
-        self.report(Serving(tag.version, self.options.rollout_credit))
+        self.report(Serving(tag.version, self.options.rollout_credit, ()))
         self.log.info("weights_loaded", version=tag.version, seconds=round(self._idle_since - started, 3))
         return True
 
