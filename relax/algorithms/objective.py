@@ -144,6 +144,7 @@ class _Micro:
 
 
 def _mismatch_weight(micro: _Micro, options: Any, old: Tensor, behaviour: Tensor) -> Tensor:
+    """Recorded: `tis` before the bounds act and `tis_weight` after, the share that they changed, |tis - 1|."""
     ratio = corrections.mismatch_ratio(old, behaviour)
     if hooks.TIS.path(options) is not None:
         weight = hooks.TIS.call(options, old_logp=old.detach(), rollout_logp=behaviour, mask=micro.mask)
@@ -153,6 +154,7 @@ def _mismatch_weight(micro: _Micro, options: Any, old: Tensor, behaviour: Tensor
     else:
         weight = corrections.tis(old, behaviour, options.tis_clip, options.tis_clip_low)
     micro.add("tis", ratio)
+    micro.add("tis_weight", weight)
     micro.add("tis_clipfrac", (weight != ratio).to(ratio.dtype))
     micro.add("tis_abs", (ratio - 1).abs())
     return weight

@@ -1,4 +1,4 @@
-"""What a batch of rollouts looked like: rewards, lengths, staleness. Pure functions over numpy arrays."""
+"""What a batch of rollouts looked like: rewards, lengths, staleness, versions. Pure functions over numpy arrays."""
 
 import numpy as np
 
@@ -39,27 +39,47 @@ def lengths(metrics: Metrics, response_lens: np.ndarray, truncated: np.ndarray) 
     metrics.mean("rollout/truncated_ratio", truncated.sum(), len(truncated))
 
 
-def staleness(metrics: Metrics, batch: int, runs: np.ndarray) -> None:
-    """Staleness of batch `batch` from its version runs [R, 3] (sample, version, tokens).
+def staleness(metrics: Metrics, batch: int, runs: np.ndarray, loss_mask: np.ndarray) -> None:
+    """Staleness of batch `batch`: its version runs [R, 3] (sample, version, tokens), those of a sample in token order,
+    and its loss mask [tokens], sample after sample.
 
-    Of a token: batch index minus the version that sampled it. Of a sample: that of its oldest token.
+    Of a token: batch index minus the version that sampled it. Of a sample: that of its oldest token. Tokens outside the
+    loss mask train nothing and have none, nor has a sample without others. A sample is mixed when two versions sampled
+    it, whatever the mask leaves of it.
     """
-    oldest: dict[int, int] = {}
-    for sample, version, _ in runs.tolist():
-        oldest[sample] = min(version, oldest.get(sample, version))
-    of_samples = batch - np.array(list(oldest.values()))
-    metrics.mean("train/staleness/mean", of_samples.sum(), len(of_samples))
-    metrics.max("train/staleness/max", of_samples.max())
-    for value, count in zip(*np.unique(of_samples, return_counts=True), strict=True):
-        metrics.mean(f"train/staleness/hist/{value}", count, len(of_samples))
-    of_tokens, tokens = batch - runs[:, 1], runs[:, 2]
-    metrics.mean("train/staleness/tokens/mean", (of_tokens * tokens).sum(), tokens.sum())
-    metrics.max("train/staleness/tokens/max", of_tokens[tokens > 0].max() if tokens.any() else 0)
-    for value in np.unique(of_tokens):
-        share = tokens[of_tokens == value].sum()
-        metrics.mean(f"train/staleness/tokens/hist/{value}", share, tokens.sum())
-    mixed = [s for s in oldest if len(set(runs[runs[:, 0] == s, 1].tolist())) > 1]
-    metrics.mean("train/staleness/mixed_tokens", tokens[np.isin(runs[:, 0], mixed)].sum(), tokens.sum())
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    sample, version, sampled = runs.T
+    before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
+    ends = np.cumsum(sampled)
+    trained = before[ends] - before[ends - sampled]
+    oldest, _ = _range(sample, version, trained > 0)
+    counted = oldest[oldest != _NONE]
+    _spread(metrics, "train/staleness", batch - counted, np.ones(len(counted), np.int64))
+    _spread(metrics, "train/staleness/tokens", batch - version[trained > 0], trained[trained > 0])
+    oldest, newest = _range(sample, version, sampled > 0)
+    mixed = (oldest != _NONE) & (newest > oldest)
+    metrics.mean("train/staleness/mixed_samples", mixed.sum(), len(mixed))
+    metrics.mean("train/staleness/mixed_tokens", sampled[mixed[sample]].sum(), sampled.sum())
+
+
+_NONE = np.iinfo(np.int64).max
+
+
+def _range(sample: np.ndarray, version: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Oldest and newest version of each sample over its runs that are `held`; _NONE and -_NONE where none is."""
+    samples = int(sample.max(initial=-1)) + 1
+    oldest, newest = np.full(samples, _NONE), np.full(samples, -_NONE)
+    np.minimum.at(oldest, sample[held], version[held])
+    np.maximum.at(newest, sample[held], version[held])
+    return oldest, newest
+
+
+def _spread(metrics: Metrics, name: str, values: np.ndarray, weights: np.ndarray) -> None:
+    """Mean, max and histogram (as shares) of whole numbers, each counted `weights` times."""
+    metrics.mean(f"{name}/mean", (values * weights).sum(), weights.sum())
+    metrics.max(f"{name}/max", values.max(initial=0))
+    for value in np.unique(values):
+        metrics.mean(f"{name}/hist/{value}", weights[values == value].sum(), weights.sum())
 
 
 def _powers_of_two(n: int) -> list[int]:

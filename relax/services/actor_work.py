@@ -9,6 +9,7 @@ from torch import Tensor
 
 from relax.algorithms import registry
 from relax.algorithms.objective import Denominators, objective, proximal_source
+from relax.algorithms.tensors import LOG_RATIO_LIMIT
 from relax.config.options import Options
 from relax.megatron import batches
 from relax.megatron.policy import Policy
@@ -32,9 +33,7 @@ class ActorWork:
         arrays, metrics = dict(batch), Metrics()
         if proximal_source(self.spec, self.options) == "recomputed":
             arrays["proximal_logprobs"] = self.policy.logprobs(arrays)
-            apart = np.abs(arrays["proximal_logprobs"] - arrays["behaviour_logprobs"])[arrays["loss_mask"].astype(bool)]
-            # In lockstep this is what the engine and the trainer disagree by under equal weights.
-            metrics.max("train/train_rollout_logprob_abs_diff_max", apart.max(initial=0.0))
+            _extremes(metrics, arrays, self.options.use_tis)
         for part in batches.steps(arrays, self.options.num_steps_per_rollout):
             self._step(part, metrics)
         return metrics.wire()
@@ -63,3 +62,16 @@ class ActorWork:
     def export(self, path: str) -> None:
         """Writes a Hugging Face model directory."""
         self.policy.save_hf(Path(path))
+
+
+def _extremes(metrics: Metrics, arrays: Arrays, weights: bool) -> None:
+    """How far proximal and behaviour log-probs lie apart at most; with `weights` the extreme importance weights, before
+    any bound acts on them."""
+    mask = arrays["loss_mask"].astype(bool)
+    log_ratio = (arrays["proximal_logprobs"] - arrays["behaviour_logprobs"])[mask].astype(np.float64)
+    # In lockstep this is what the engine and the trainer disagree by under equal weights.
+    metrics.max("train/train_rollout_logprob_abs_diff_max", np.abs(log_ratio).max(initial=0.0))
+    if weights and len(log_ratio):
+        ratio = np.exp(log_ratio.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        metrics.max("train/tis_max", ratio.max())
+        metrics.min("train/tis_min", ratio.min())

@@ -72,7 +72,7 @@ def measure(metrics: Metrics, batch: int, raw: RawBatch) -> None:
     """What the batch of rollouts looked like."""
     rollout_metrics.rewards(metrics, raw.rewards, raw.group_ids)
     rollout_metrics.lengths(metrics, raw.responses.response_lens, raw.finish == FINISH_LENGTH)
-    rollout_metrics.staleness(metrics, batch, raw.runs)
+    rollout_metrics.staleness(metrics, batch, raw.runs, raw.loss_mask)
 
 
 def train_tensors(

@@ -186,7 +186,7 @@ M2PO = {"ppo_kl_m2_before", "ppo_kl_m2_after", "m2po_eps_low", "m2po_eps_high"}
     ("name", "options", "more"),
     [
         ("grpo", {}, {"ppo_kl"}),
-        ("gspo", {"use_tis": True}, {"ppo_kl", "tis", "tis_clipfrac", "tis_abs"}),
+        ("gspo", {"use_tis": True}, {"ppo_kl", "tis", "tis_weight", "tis_clipfrac", "tis_abs"}),
         ("cispo", {"use_opsm": True}, {"ppo_kl", "opsm_clipfrac"}),
         ("sapo", {"use_kl_loss": True}, {"ppo_kl", "kl_loss"}),
         ("m2po", {"use_rollout_logprobs": True}, {"ppo_kl"} | M2PO),
@@ -266,3 +266,38 @@ def test_tis_weight_compares_proximal_with_behaviour():
     weights = corrections.tis(batch["proximal_logprobs"], batch["behaviour_logprobs"], clip=1.05)
     expected = reduce.per_token(-batch["advantages"] * current * weights, batch["loss_mask"])
     torch.testing.assert_close(made.loss.detach(), expected)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "icepop"])
+def test_weights_are_reported_before_and_after_their_bounds(mode):
+    current, entropy, batch = recorded()
+    low, high = 0.95, 1.05
+    bounds = {"tis_clip_low": low, "tis_clip": high, "tis_mode": mode}
+    options = Options(use_tis=True, **bounds, calculate_per_token_loss=True)
+    made, _ = run(registry.get("grpo"), options, current, entropy, batch, denominators(batch))
+    mask = batch["loss_mask"].bool()
+    ratios = (batch["proximal_logprobs"] - batch["behaviour_logprobs"])[mask].exp().tolist()
+    outside = [r for r in ratios if not low <= r <= high]
+    assert {r > high for r in outside} == {True, False}, "both bounds must act"
+    bounded = [min(max(r, low), high) if mode == "truncate" else r * (low <= r <= high) for r in ratios]
+    expected = {
+        "tis": sum(ratios),
+        "tis_weight": sum(bounded),
+        "tis_clipfrac": len(outside),
+        "tis_abs": sum(abs(r - 1) for r in ratios),
+    }
+    for name, total in expected.items():
+        assert float(made.metrics[f"train/{name}"][0]) == pytest.approx(total), name
+        assert made.metrics[f"train/{name}"][1] == len(ratios)
+
+
+def test_m2po_reports_the_second_moment_of_the_policy_from_the_behaviour():
+    current, entropy, batch = recorded()
+    options = Options(use_rollout_logprobs=True, m2po_kl2_budget=0.02, calculate_per_token_loss=True)
+    made, _ = run(registry.get("m2po"), options, current, entropy, batch, denominators(batch))
+    mask = batch["loss_mask"].bool()
+    d, advantage = (current - batch["behaviour_logprobs"])[mask], batch["advantages"][mask]
+    harmful = ((advantage > 0) & (d > 0)) | ((advantage < 0) & (d < 0))
+    before, after = (made.metrics[f"train/ppo_kl_m2_{when}"] for when in ("before", "after"))
+    assert float(before[0] / before[1]) == pytest.approx(float(d[harmful].square().mean()))
+    assert float(after[0] / after[1]) < 0.02 < float(before[0] / before[1])
