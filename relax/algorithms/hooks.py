@@ -1,9 +1,19 @@
-"""Functions of the user in place of the project's own: `--custom-...-path module:function`.
+"""Functions of the user, `module:function`: a filter of groups, and others in place of the project's own.
 
 A hook is called by keyword with the arguments below; it declares those names, or takes the ones it does not care for
 as `**rest`. Each gets `options` (relax.config.Options) for its numbers. Tensors are right-padded, `mask` is 1 where a
 token counts in the loss. What a hook returns is checked where it is used (`HookError`), and what it returns outside the
 mask is never looked at. Importing this module imports no torch.
+
+`--dynamic-sampling-filter-path`, before a group may become part of a batch:
+
+    f(rewards, response_lens, truncated, row, options) -> bool | reason
+
+    rewards float64 [n] (NaN where the reward function abstained), response_lens int32 [n] and truncated bool [n]
+    (numpy) of one group, and the dataset's row as a dict. True keeps the group; a reason (a str of lower-case letters,
+    digits and underscores) drops it, False too, with the function's name as the reason. Called for one group at a time,
+    in a thread of advantages. A call that fails rejects the draw, as a reward function does: it is drawn again, and its
+    prompt is set aside after the third time. `relax.algorithms.filters:reward_is_not_constant` is there already.
 
 `--custom-reward-post-process-path`, in place of the reward normalizer:
 
@@ -60,7 +70,7 @@ class HookError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """One of the four places: the option that fills it, the service that calls it, and with which arguments."""
+    """One of the places: the option that fills it, the service that calls it, and with which arguments."""
 
     option: str
     role: str
@@ -80,11 +90,12 @@ class Hook:
         return HookError(f"{flag(self.option)} {self.path(options)}: {problem}")
 
 
+FILTER = Hook("dynamic_sampling_filter_path", "advantages", ("rewards", "response_lens", "truncated", "row", "options"))
 REWARD_POST_PROCESS = Hook("custom_reward_post_process_path", "advantages", ("rewards", "group_ids", "options"))
 ADVANTAGE = Hook("custom_advantage_path", "advantages", ("scores", "mask", "group_ids", "kl", "values", "options"))
 LOSS = Hook("custom_loss_path", "actor", ("logp", "old_logp", "A", "mask", "options"))
 TIS = Hook("custom_tis_path", "actor", ("old_logp", "rollout_logp", "mask", "options"))
-HOOKS = (REWARD_POST_PROCESS, ADVANTAGE, LOSS, TIS)
+HOOKS = (FILTER, REWARD_POST_PROCESS, ADVANTAGE, LOSS, TIS)
 
 
 @cache

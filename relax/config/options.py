@@ -30,7 +30,6 @@ PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
 NO_PARTIAL = "Replicas drain before they load new weights; leave it off."
-NO_HOOK = "This hook is not called yet; leave it out."
 NO_SIMULATION = "The simulated engine is not there yet; leave it out."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
 NO_RESTART = "A service that dies ends the run; leave it out."
@@ -100,7 +99,9 @@ class RolloutOptions(Section):
         derived="rollout-max-num-seqs / n-samples-per-prompt",
     )
     dynamic_sampling_filter_path: str | None = opt(
-        None, "filter of groups before training", unavailable=NO_HOOK, metavar="MODULE:FUNCTION"
+        None,
+        "which groups are trained: relax.algorithms.filters:reward_is_not_constant, or a function of your own",
+        metavar="MODULE:FUNCTION",
     )
 
 

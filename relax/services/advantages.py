@@ -6,14 +6,16 @@ controller. Receives `Assemble` with the members the controller chose, asks the 
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from relax.algorithms import registry, signal
+from relax.algorithms import filters, registry, signal
 from relax.algorithms.contracts import services_needed
+from relax.algorithms.hooks import FILTER, HookError
 from relax.data import PromptTokenizer
 from relax.metrics import Metrics
 from relax.protocol.messages import (
@@ -24,6 +26,7 @@ from relax.protocol.messages import (
     Ready,
     ReferenceLogprobs,
     ReferenceRequest,
+    Rejected,
     Release,
     Scored,
     TrainBatch,
@@ -31,6 +34,7 @@ from relax.protocol.messages import (
     ValuesRequest,
 )
 from relax.protocol.payload import PayloadStore
+from relax.protocol.tensors import FINISH_LENGTH, SampledGroup
 from relax.services import assembly
 from relax.services.assembly import RawBatch, ScoredGroup
 from relax.services.groups import take_group
@@ -53,6 +57,7 @@ class Advantages(Service):
         self.groups: dict[int, ScoredGroup] = {}
         self._incomplete = 0  # groups with too few rewards, since the last batch
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._filtering = asyncio.Lock()
         self._ready = asyncio.Event()
 
     def handlers(self) -> dict[type, Any]:
@@ -74,12 +79,18 @@ class Advantages(Service):
         sampled = await take_group(self, self.payloads, lease, message.payload)
         if sampled is None:
             return
-        held = self.groups.get(lease.group)
-        if held is not None and held.order.lease.fence > lease.fence:
+        try:
+            reason = await self._unwanted(message, sampled)
+        except HookError as error:
+            self.log.warning("filter_failed", group=lease.group, detail=str(error))
+            self.report(Rejected(lease, self.role, "filter_failed", str(error)))
             return
-        if reason := signal.unusable(self.spec, message.rewards):
+        if reason is not None:
             self._incomplete += reason == signal.TOO_FEW_REWARDS
             self.report(Filtered(lease, reason))
+            return
+        held = self.groups.get(lease.group)
+        if held is not None and held.order.lease.fence > lease.fence:
             return
         group = self.groups[lease.group] = ScoredGroup(message.order, sampled, message.rewards)
         if self.has_reference:
@@ -88,6 +99,18 @@ class Advantages(Service):
             if self.groups.get(lease.group) is not group:
                 return
         self.report(Ready(lease, sampled.oldest_version, int(sampled.response_lens.sum())))
+
+    async def _unwanted(self, message: Scored, sampled: SampledGroup) -> str | None:
+        """Why this group is not trained; None when it is. Raises HookError when the user's filter fails."""
+        reason = signal.unusable(self.spec, message.rewards)
+        if reason is not None or FILTER.path(self.options) is None:
+            return reason
+        # One at a time, so that a filter may keep count; in a thread, so that a slow one holds up no message.
+        async with self._filtering:
+            truncated, row = sampled.finish == FINISH_LENGTH, json.loads(message.order.row)
+            return await asyncio.to_thread(
+                filters.unwanted, self.options, message.rewards, sampled.response_lens, truncated, row
+            )
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:

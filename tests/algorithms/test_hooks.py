@@ -1,4 +1,4 @@
-"""The four hooks: what they are given, what is done with what they return, and how a bad one is told."""
+"""The hooks: what they are given, what is done with what they return, and how a bad one is told."""
 
 import json
 import math
@@ -353,6 +353,7 @@ def test_all_hooks_are_checked_in_one_child_and_usable_ones_pass(module):
         "hooks_good",
         "print('a module may print')\n"
         "import atexit; atexit.register(print, 'also at its end')\n"
+        "def keeps(rewards, **rest): ...\n"
         "def rewards(rewards, group_ids, options): ...\n"
         "def advantage(scores, **rest): ...\n"
         "def loss(logp, old_logp, A, mask, options, more=1): ...\n"
@@ -360,7 +361,7 @@ def test_all_hooks_are_checked_in_one_child_and_usable_ones_pass(module):
         "    def __call__(self, old_logp, rollout_logp, mask, options): ...\n"
         "weight = Weight()\n",
     )
-    functions = ("rewards", "advantage", "loss", "weight")
+    functions = ("keeps", "rewards", "advantage", "loss", "weight")
     options = Options(**{h.option: f"hooks_good:{f}" for h, f in zip(HOOKS, functions, strict=True)})
     assert hooks.check(options, {"advantages", "actor"}) == []
     assert "hooks_good" not in sys.modules
