@@ -106,12 +106,13 @@ class Engine(Protocol):
     async def load(self, manifest: Manifest, store: Path | str, *, deadline: float) -> None:
         """Serve these weights from the node's store, in place; at most `deadline` seconds.
 
-        Samples must have ended or the engine must be paused; caches of the old weights are dropped. A set that is
-        refused leaves the old weights in service.
+        Samples must have ended or the engine must be paused; whatever was computed with the old weights is dropped:
+        paused samples keep their tokens alone and what they draw next is as if the new weights had read them. A set
+        that is refused leaves the old weights in service.
         """
 
     async def pause(self) -> None:
-        """Stop stepping; running samples keep their tokens, new ones queue."""
+        """Stop stepping, after the step in progress; running samples keep their tokens, new ones queue."""
 
     async def resume(self) -> None:
         """Go on after `pause`."""

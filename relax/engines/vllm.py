@@ -2,8 +2,9 @@
 
 The traps of this vLLM that the code answers, each held by a test: log-probs are those of the distribution sampled from
 (`processed_logprobs`); the checkpoint's generation_config.json cannot change sampling; weights are loaded in place from
-shared memory inside the child; a tied head is refreshed; prefix caches never outlive the weights they came from; and
-the child ends with its parent.
+shared memory inside the child; a tied head is refreshed; keys and values never outlive the weights they came from,
+neither in the prefix cache nor in a paused sample; a preempted sample draws on as if nothing had happened; and the
+child ends with its parent.
 """
 
 import asyncio
@@ -74,8 +75,8 @@ class VllmEngine:
         self._children_before: list[Any] = []
 
     @classmethod
-    def from_options(cls, options: Any) -> Self:
-        """The engine that a run's options ask for."""
+    def from_options(cls, options: Any, replica: int = 0) -> Self:
+        """The engine that a run's options ask for; they ask the same of every replica."""
         return cls(
             options.hf_checkpoint,
             max_model_len=options.rollout_max_prompt_len + options.rollout_max_response_len,
@@ -311,19 +312,25 @@ class VllmEngine:
             # Every rank checks the same bytes before it touches a weight, so they all refuse or none does.
             self._unusable = before
             raise getattr(weight_errors, refusals[0]["refused"])(refusals[0]["message"])
+        # Without `reset_running_requests` paused samples would go on with keys and values of the old weights: log-probs
+        # that match no version. With it vLLM preempts them; they keep their tokens and the state of their generators,
+        # so that what they draw is what they would have drawn.
         if not await self._control(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError(f"vLLM kept its prefix cache after loading {manifest.tag}; its log-probs would be wrong")
 
     async def pause(self) -> None:
         async with self._door:
             self._check_alive()
-            await self._control(self._llm.pause_generation(mode="keep", clear_cache=False))
+            # "keep": any other mode ends the samples. `AsyncLLM.pause_generation` would sleep 20 ms more for outputs on
+            # their way to callers; here they may come whenever they come, with the version that is set already.
+            # The cache is cleared by `load`, and only when it took other weights.
+            await self._control(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
             self._paused = True
 
     async def resume(self) -> None:
         async with self._door:
             self._check_alive()
-            await self._control(self._llm.resume_generation())
+            await self._control(self._llm.engine_core.resume_scheduler_async())
             self._paused = False
 
     # ---- checks ----

@@ -13,6 +13,7 @@ import numpy as np
 
 FINISH_STOP = 0  # the engine reports a stop token
 FINISH_LENGTH = 1  # the engine reports the length limit: a truncated response
+UNFINISHED = 2  # the sample goes on at whichever replica takes it up: only in a parked group
 
 Arrays = dict[str, np.ndarray]
 
@@ -27,6 +28,7 @@ class SampledGroup:
 
     response_tokens: int32 [sum of response_lens]; response_lens: int32 [n]; behaviour_logprobs: float32, one a token;
     finish: uint8 [n], FINISH_STOP or FINISH_LENGTH; runs: int64 [R, 3] rows (sample, version, tokens), in token order.
+    A parked group may have UNFINISHED samples too, and those without a token yet have no run.
     """
 
     response_tokens: np.ndarray
@@ -39,23 +41,23 @@ class SampledGroup:
         return _arrays(self)
 
     @classmethod
-    def from_arrays(cls, arrays: Arrays, where: str) -> "SampledGroup":
-        """Raises TensorError, naming `where`, when lengths disagree or a log-prob is not finite."""
+    def from_arrays(cls, arrays: Arrays, where: str, *, parked: bool = False) -> "SampledGroup":
+        """Raises TensorError, naming `where`, when lengths disagree, a log-prob is not finite, or a sample is
+        unfinished and the group not `parked`."""
         group = cls(**_take(cls, arrays, where))
         tokens = int(group.response_lens.sum())
         _same(where, "response_tokens", len(group.response_tokens), tokens)
         _same(where, "behaviour_logprobs", len(group.behaviour_logprobs), tokens)
         _same(where, "finish", len(group.finish), len(group.response_lens))
-        _runs(where, group.runs, group.response_lens)
+        known = (FINISH_STOP, FINISH_LENGTH, UNFINISHED) if parked else (FINISH_STOP, FINISH_LENGTH)
+        if len(odd := np.flatnonzero(~np.isin(group.finish, known))):
+            kind = "a parked" if parked else "a finished"
+            raise TensorError(f"{where}: sample {odd[0]} has finish {group.finish[odd[0]]}, which {kind} group has not")
+        _runs(where, group.runs, group.response_lens, group.finish == UNFINISHED)
         if not np.isfinite(group.behaviour_logprobs).all():
             bad = int(np.flatnonzero(~np.isfinite(group.behaviour_logprobs))[0])
             raise TensorError(f"{where}: behaviour_logprobs[{bad}] is {group.behaviour_logprobs[bad]}, not a number")
         return group
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest version that sampled any token. A group of empty responses has its runs' version all the same."""
-        return int(self.runs[:, 1].min())
 
     def responses(self) -> list[np.ndarray]:
         return np.split(self.response_tokens, np.cumsum(self.response_lens)[:-1])
@@ -179,14 +181,17 @@ def _same(where: str, name: str, seen: int, expected: int) -> None:
         raise TensorError(f"{where}: {name} has {seen} entries, the lengths say {expected}")
 
 
-def _runs(where: str, runs: np.ndarray, lens: np.ndarray) -> None:
+def _runs(where: str, runs: np.ndarray, lens: np.ndarray, unfinished: np.ndarray | bool = False) -> None:
     if runs.shape[1:] != (3,):
         raise TensorError(f"{where}: runs must be [R, 3] (sample, version, tokens), it is {list(runs.shape)}")
     if len(runs) and (runs[:, 0].min() < 0 or runs[:, 0].max() >= len(lens)):
         raise TensorError(f"{where}: runs name sample {int(runs[:, 0].max())} of {len(lens)}")
+    if (np.diff(runs[:, 0]) < 0).any():
+        raise TensorError(f"{where}: runs are not in the order of the samples")
     covered = np.bincount(runs[:, 0], weights=runs[:, 2], minlength=len(lens)).astype(np.int64)
     if not np.array_equal(covered, lens):
         bad = int(np.flatnonzero(covered != lens)[0])
         raise TensorError(f"{where}: the runs of sample {bad} cover {covered[bad]} tokens of {lens[bad]}")
-    if len(lens) and not np.isin(np.arange(len(lens)), runs[:, 0]).all():
-        raise TensorError(f"{where}: a sample has no version run")
+    without = ~np.isin(np.arange(len(lens)), runs[:, 0]) & ~(unfinished & (lens == 0))
+    if without.any():
+        raise TensorError(f"{where}: sample {int(np.flatnonzero(without)[0])} has no version run")

@@ -41,6 +41,7 @@ from relax.services.groups import take_group
 from relax.services.intervals import reference_version
 from relax.services.samples import write_samples
 from relax.services.service import Context, Service, ServiceError
+from relax.services.versions import oldest_version
 
 # Groups that the reference is asked about at once: hides the round trip; the rest waits here, its tensors unsent.
 ASKED_AT_ONCE = 4
@@ -98,7 +99,9 @@ class Advantages(Service):
             await self._ask_reference(group, self._reference_of(int(sampled.runs[:, 1].max())))
             if self.groups.get(lease.group) is not group:
                 return
-        self.report(Ready(lease, sampled.oldest_version, int(sampled.response_lens.sum())))
+        oldest = oldest_version(sampled, self.options)
+        assert oldest is not None, "every finished sample has a version run"
+        self.report(Ready(lease, oldest, int(sampled.response_lens.sum())))
 
     async def _unwanted(self, message: Scored, sampled: SampledGroup) -> str | None:
         """Why this group is not trained; None when it is. Raises HookError when the user's filter fails."""
@@ -194,7 +197,7 @@ class Advantages(Service):
         metrics = Metrics()
         if self.has_reference:
             await self._settle_reference(b, members, metrics)
-        raw = await asyncio.to_thread(assembly.join, members)
+        raw = await asyncio.to_thread(assembly.join, members, self.options)
         assembly.measure(metrics, b, raw)
         values = await self._ask_values(b, raw, metrics) if self.has_critic else None
         tensors = await asyncio.to_thread(

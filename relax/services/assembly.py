@@ -12,6 +12,7 @@ from relax.metrics import Metrics
 from relax.metrics import rollout as rollout_metrics
 from relax.protocol.messages import GroupOrder
 from relax.protocol.tensors import FINISH_LENGTH, Responses, SampledGroup, TrainTensors
+from relax.services.versions import trainable
 
 
 @dataclass(slots=True, eq=False)
@@ -47,23 +48,24 @@ class RawBatch:
     finish: np.ndarray
 
 
-def join(members: Sequence[ScoredGroup]) -> RawBatch:
+def join(members: Sequence[ScoredGroup], options: Any) -> RawBatch:
     """The groups of a batch, whatever order they come in."""
     members = sorted(members, key=lambda m: m.order.lease.group)
     counts = [len(m.rewards) for m in members]
     rewards = np.concatenate([m.rewards for m in members])
     prompts = [m.order.prompt_tokens for m in members for _ in range(len(m.rewards))]
     responses = Responses.of(prompts, [r for m in members for r in m.sampled.responses()])
+    runs = _join_runs([m.sampled.runs for m in members], counts)
     scored = [m.reference_logprobs for m in members if m.reference_logprobs is not None]
     return RawBatch(
         responses=responses,
         # An abstaining sample has no reward to learn from: it leaves the loss.
-        loss_mask=np.repeat(np.isfinite(rewards).astype(np.uint8), responses.response_lens),
+        loss_mask=np.repeat(np.isfinite(rewards)[runs[:, 0]] & trainable(runs, options), runs[:, 2]).astype(np.uint8),
         behaviour_logprobs=np.concatenate([m.sampled.behaviour_logprobs for m in members]),
         reference_logprobs=np.concatenate(scored) if scored else None,
         rewards=rewards,
         group_ids=np.repeat(np.array([m.order.lease.group for m in members], np.int64), counts),
-        runs=_join_runs([m.sampled.runs for m in members], counts),
+        runs=runs,
         finish=np.concatenate([m.sampled.finish for m in members]),
     )
 

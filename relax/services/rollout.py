@@ -1,39 +1,64 @@
 """The rollout service: samples groups with one inference engine.
 
-Receives `Generate` (what to sample) and `Announce` (which weights to serve). Sends `Score` with the payload to a
-reward service, `Sampled` and `Serving` to the controller. Keeps the payload of its groups until they have ended.
+Receives `Generate` (what to sample), `Announce` (which weights to serve) and `Release` (which draws have ended). Sends
+`Score` with the payload to a reward service, `Sampled`, `Serving`, `HandedBack` and `Leaving` to the controller. Keeps
+the payload of its groups until they have ended.
 
-Updating the weights: at an announcement admission closes, running samples finish, the weights load, admission opens.
-So no sample holds two versions, and a replica under continuous load still gets to load.
+Updating the weights: the new ones are fetched while the engine goes on, the engine is paused, they load, it resumes.
+What `--partial-rollout` changes is the one step before the pause: without it, admission closes at the announcement and
+the running samples end first, so that no sample holds two versions and a replica under continuous load still gets to
+load; with it, they are paused with the engine and go on under the new weights, their tokens kept.
 """
 
 import asyncio
+import dataclasses
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from relax.data.seeds import sample_seed
-from relax.engines.base import BadResult, Engine, Request, RequestRefused, Result
-from relax.engines.vllm import VllmEngine
+from relax.engines.base import BadResult, Request, RequestRefused, Result
+from relax.engines.registry import engine as make_engine
 from relax.logs.setup import adopt
+from relax.protocol.errors import ProtocolError
 from relax.protocol.messages import (
     Announce,
     Generate,
     GroupOrder,
+    HandedBack,
+    Leaving,
     Rejected,
     Release,
     Sampled,
     Score,
     Serving,
 )
-from relax.protocol.payload import PayloadStore
-from relax.protocol.tensors import FINISH_LENGTH, FINISH_STOP, SampledGroup
+from relax.protocol.payload import Payload, PayloadStore
+from relax.protocol.tensors import TensorError
+from relax.services import sampling
 from relax.services.chunks import weight_agent
 from relax.services.service import Context, Service, ServiceError
+from relax.services.versions import oldest_version
 from relax.weights.errors import NotStored
 from relax.weights.manifest import Manifest
+
+# How long the controller may take to hear that this replica leaves. At the end of a run it may be gone already, and the
+# launcher's promise of an end covers this too.
+LEAVE_SECONDS = 2.0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Draw:
+    """A group that this replica has not finished: its samples as they came, and what the engine draws of them."""
+
+    order: GroupOrder
+    samples: list[Result]
+    requests: list[Request]
+    futures: Sequence[asyncio.Future[Result]] = ()
+
+    def cancel(self) -> None:
+        for future in self.futures:
+            future.cancel()
 
 
 class Rollout(Service):
@@ -41,15 +66,17 @@ class Rollout(Service):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.engine: Engine = VllmEngine.from_options(self.options)
-        self.sampling = 0  # groups
+        self.engine = make_engine(context.engine, self.options, context.index)
         self.newest: Manifest | None = None  # announced
+        self.leaving = False
+        self.queued: dict[int, Draw] = {}  # group -> its draw, until admission opens
+        self.running: dict[int, Draw] = {}  # group -> its draw, in the engine
         self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
         self._admission = asyncio.Event()  # set while samples may start
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._drained = asyncio.Event()  # set while nothing runs
         self._announced = asyncio.Event()
-        self._idle_since = time.monotonic()
+        self._loading = self._served = False
+        self._idle_for, self._idle_since = "", 0.0
 
     def handlers(self) -> dict[type, Any]:
         self.payloads = PayloadStore(self.mailbox)
@@ -62,138 +89,232 @@ class Rollout(Service):
         self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
         self.spawn(self._follow_versions(), "weights")
-        self.activity = "waiting for weights"
+        self._settle()
 
     async def release(self) -> None:
         await self.engine.shutdown()
 
+    async def _watch_engine(self) -> None:
+        raise ServiceError(await self.engine.died)
+
     # --- groups ------------------------------------------------------------------------------------------------------
 
     async def on_generate(self, message: Generate, sender: Any) -> None:
-        self.spawn(self._sample(message.orders, message.together), "sample")
+        draws = [draw for order in message.orders if (draw := self._begin(order)) is not None]
+        for draw in draws:
+            self._cancel(draw.order.lease.group, draw.order.lease.fence)
+            self.queued[draw.order.lease.group] = draw
+        if self.leaving:
+            self._hand_back_queued()
+        else:
+            self.spawn(self._sample(draws, message.together), "sample")
 
-    async def _sample(self, orders: Sequence[GroupOrder], together: bool) -> None:
-        await self._admission.wait()
-        self._enter(len(orders))
-        requests = [self._requests(order) for order in orders]
+    def _begin(self, order: GroupOrder) -> Draw | None:
         try:
-            futures = await self.engine.submit([r for group in requests for r in group], together=together)
+            samples = sampling.begun(order, self.options)
+        except TensorError as error:
+            self.report(Rejected(order.lease, self.role, "bad_parked_group", str(error)))
+            return None
+        return Draw(order, samples, sampling.requests(order, samples, self.options))
+
+    async def _sample(self, draws: Sequence[Draw], together: bool) -> None:
+        await self._admission.wait()
+        draws = [draw for draw in draws if self.queued.get(draw.order.lease.group) is draw]
+        for draw in draws:
+            self.running[draw.order.lease.group] = self.queued.pop(draw.order.lease.group)
+        self._settle()
+        try:
+            futures = await self.engine.submit([r for draw in draws for r in draw.requests], together=together)
         except RequestRefused as error:
-            for order in orders:
-                self._leave()
-                self.report(Rejected(order.lease, self.role, "refused", str(error)))
+            for draw in draws:
+                self._reject(draw, "refused", str(error))
             return
-        for order, group in zip(orders, requests, strict=True):
-            drawn, futures = futures[: len(group)], futures[len(group) :]
-            self.spawn(self._collect(order, drawn), f"group {order.lease.group}")
+        for draw in draws:
+            draw.futures, futures = futures[: len(draw.requests)], futures[len(draw.requests) :]
+            if self._runs(draw):
+                self.spawn(self._collect(draw), f"group {draw.order.lease.group}")
+            else:  # released while the engine took it
+                draw.cancel()
+        if self.leaving:
+            await self._abort_running()
 
-    def _requests(self, order: GroupOrder) -> list[Request]:
-        o, lease = self.options, order.lease
-        return [
-            Request(
-                id=f"{lease.group}.{lease.fence}.{i}",
-                prompt=order.prompt_tokens,
-                max_tokens=o.rollout_max_response_len,
-                temperature=o.rollout_temperature,
-                top_p=o.rollout_top_p,
-                top_k=o.rollout_top_k,
-                seed=sample_seed(o.seed, order.epoch, order.prompt_id, i, lease.attempt),
-            )
-            for i in range(o.n_samples_per_prompt)
-        ]
-
-    async def _collect(self, order: GroupOrder, drawn: list[asyncio.Future[Result]]) -> None:
-        lease = order.lease
-        results = await asyncio.gather(*drawn, return_exceptions=True)
-        self._leave()
+    async def _collect(self, draw: Draw) -> None:
+        results = await asyncio.gather(*draw.futures, return_exceptions=True)
+        if not self._runs(draw):
+            return
         if bad := next((r for r in results if isinstance(r, BadResult | RequestRefused)), None):
-            self.report(Rejected(lease, self.role, "bad_result", str(bad)))
+            self._reject(draw, "bad_result", str(bad))
             return
         if error := next((r for r in results if isinstance(r, BaseException)), None):
             raise error
-        group = _bundle([r for r in results if isinstance(r, Result)])
-        tokens = int(group.response_lens.sum())
-        self.counters["tokens"] += tokens
+        drawn = [r for r in results if isinstance(r, Result)]
+        self.counters["tokens"] += sum(len(result.token_ids) for result in drawn)
+        samples = sampling.joined(draw.samples, drawn)
+        # From here to the report nothing is awaited: a `Serving` that does not name the group comes after it.
+        self._done(draw)
+        if sampling.finished(samples):
+            await self._finish(draw.order, samples)
+        else:
+            self._hand_back(draw.order, samples)
+
+    async def _finish(self, order: GroupOrder, samples: Sequence[Result]) -> None:
+        lease, group = order.lease, sampling.bundle(samples)
+        oldest = oldest_version(group, self.options)
+        assert oldest is not None, "an engine's finished sample has a token"
         self.counters["groups"] += 1
         payload_id = f"group {lease.group}.{lease.fence}"
         self._payload_of[lease.group] = (lease.fence, payload_id)
         payload = self.payloads.put(payload_id, group.arrays())
-        self.report(Sampled(lease, group.oldest_version, tokens))
+        self.report(Sampled(lease, oldest, int(group.response_lens.sum())))
         reward = await self.member("reward", lease.group)
-        self.send(reward.endpoint, Score(order, payload))
+        # What was parked is part of the payload now.
+        self.send(reward.endpoint, Score(dataclasses.replace(order, parked=None), payload))
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:
+            self._cancel(lease.group, lease.fence)
             fence, payload_id = self._payload_of.get(lease.group, (lease.fence + 1, ""))
             if fence <= lease.fence:
                 del self._payload_of[lease.group]
                 self.payloads.release(payload_id)
 
-    def _enter(self, groups: int) -> None:
-        if self.sampling == 0:
-            self.counters["wait/groups"] += time.monotonic() - self._idle_since
-            self._drained.clear()
-            self.activity = "sampling"
-        self.sampling += groups
+    def _cancel(self, group: int, fence: int) -> None:
+        """End what this replica still draws of a group under this fence or an older one. Nobody waits for it."""
+        for held in (self.queued, self.running):
+            draw = held.get(group)
+            if draw is not None and draw.order.lease.fence <= fence:
+                del held[group]
+                draw.cancel()
+        self._settle()
 
-    def _leave(self) -> None:
-        self.sampling -= 1
-        if self.sampling == 0:
-            self._idle_since = time.monotonic()
-            self._drained.set()
-            self.activity = "waiting for groups"
+    def _runs(self, draw: Draw) -> bool:
+        return self.running.get(draw.order.lease.group) is draw
+
+    def _done(self, draw: Draw) -> None:
+        del self.running[draw.order.lease.group]
+        self._settle()
+
+    def _reject(self, draw: Draw, reason: str, detail: str) -> None:
+        if self._runs(draw):
+            self._done(draw)
+            self.report(Rejected(draw.order.lease, self.role, reason, detail))
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _signalled(self, number: int) -> None:
+        """The first signal to a member means: leave. The second, or one to a stranger: end."""
+        if self.leaving or not self.members:
+            super()._signalled(number)
+            return
+        self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.queued) + len(self.running))
+        self.leaving = True
+        self._settle()
+        self.spawn(self._leave(number), "leave")
+
+    async def _leave(self, number: int) -> None:
+        """Tell the controller, hand back what is not finished, and serve what is until the controller says `Shutdown`.
+
+        It does so when nothing is held here any more, and to everybody when the run or the controller itself ends.
+        """
+        try:
+            await self.mailbox.tell(self.context.controller, Leaving(self.name), deadline=LEAVE_SECONDS)
+        except ProtocolError as error:
+            self.log.warning("left_without_goodbye", problem=str(error))
+            self.end(128 + number)
+            return
+        self._hand_back_queued()
+        await self._abort_running()
+
+    def _hand_back_queued(self) -> None:
+        for draw in self.queued.values():
+            self._hand_back(draw.order, draw.samples)
+        self.queued.clear()
+
+    async def _abort_running(self) -> None:
+        """Their results come with what there is, and `_collect` hands them back."""
+        await self.engine.abort([request.id for draw in self.running.values() for request in draw.requests])
+
+    def _hand_back(self, order: GroupOrder, samples: Sequence[Result]) -> None:
+        """Without `--partial-rollout` a sample that loses its engine starts anew: no tokens, no mixed versions."""
+        group = sampling.bundle(samples)
+        oldest = oldest_version(group, self.options) if self.options.partial_rollout else None
+        payload = None if oldest is None else Payload.inline(group.arrays(), f"parked group {order.lease.group}")
+        self.report(HandedBack(order.lease, oldest, payload))
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
     async def on_announce(self, message: Announce, sender: Any) -> None:
         manifest = Manifest.from_json(message.manifest, str(sender))
-        if self.newest is None or manifest.tag.version > self.newest.tag.version:
-            self.newest = manifest
+        if self.leaving or (self.newest is not None and manifest.tag.version <= self.newest.tag.version):
+            return
+        self.newest = manifest
+        if not self.options.partial_rollout:
             self._admission.clear()
-            self._announced.set()
+        self._announced.set()
+        self._settle()
 
     async def _follow_versions(self) -> None:
         while True:
             await self._announced.wait()
-            await self._drained.wait()
             self._announced.clear()
-            assert self.newest is not None
-            # Whatever was announced while the replica drained, the newest is loaded and the others are skipped.
-            loaded = await self._load(self.newest)
-            if loaded and not self._announced.is_set():
-                self._admission.set()
+            manifest = self.newest
+            assert manifest is not None
+            try:
+                # Each chunk has the peer's deadline; all of them together take as long as they take.
+                await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
+                if not self.options.partial_rollout:
+                    await self._drained.wait()
+                if self.newest is manifest:
+                    await self._load(manifest)
+            except NotStored:
+                # The trainer or this node has moved past it; the announcement of the newer one is on its way.
+                self.log.info("version_overtaken", version=manifest.tag.version)
 
-    async def _load(self, manifest: Manifest) -> bool:
-        """Whether the engine serves `manifest` now."""
-        tag, started = manifest.tag, time.monotonic()
-        self.counters["wait/groups"] += started - self._idle_since
-        self.activity = f"loading version {tag.version}"
+    async def _load(self, manifest: Manifest) -> None:
+        version, started = manifest.tag.version, time.monotonic()
+        self._loading = True
+        self._settle()
+        await self.engine.pause()
         try:
-            # Each chunk has the peer's deadline; all of them together take as long as they take.
-            await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
             await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
+            self._served = True
         except NotStored:
-            # The trainer or this node has moved past it; the announcement of the newer one is on its way.
-            self.log.info("version_overtaken", version=tag.version)
-            self._idle_since = time.monotonic()
-            return False
-        self._idle_since = time.monotonic()
-        self.counters["wait/weights"] += self._idle_since - started
-        self.activity = "waiting for groups"
-        self.report(Serving(tag.version, self.options.rollout_credit, ()))
-        self.log.info("weights_loaded", version=tag.version, seconds=round(self._idle_since - started, 3))
-        return True
+            await self._go_on()
+            raise
+        await self._go_on()
+        running = tuple(draw.order.lease for draw in self.running.values())
+        self.report(Serving(version, self.options.rollout_credit, running))
+        if self.newest is manifest:
+            self._admission.set()
+        self._settle()
+        seconds = round(time.monotonic() - started, 3)
+        self.log.info("weights_loaded", version=version, seconds=seconds, running=len(running))
 
-    async def _watch_engine(self) -> None:
-        raise ServiceError(await self.engine.died)
+    async def _go_on(self) -> None:
+        await self.engine.resume()
+        self._loading = False
+        self._settle()
 
+    # --- what it does ------------------------------------------------------------------------------------------------
 
-def _bundle(results: list[Result]) -> SampledGroup:
-    versions = [(i, version, n) for i, r in enumerate(results) for version, n in r.runs]
-    return SampledGroup(
-        response_tokens=np.concatenate([r.token_ids for r in results]),
-        response_lens=np.array([len(r.token_ids) for r in results], np.int32),
-        behaviour_logprobs=np.concatenate([r.logprobs for r in results]),
-        finish=np.array([FINISH_LENGTH if r.finish_reason == "length" else FINISH_STOP for r in results], np.uint8),
-        runs=np.array(versions, np.int64).reshape(-1, 3),
-    )
+    def _settle(self) -> None:
+        """What the replica does now follows from what it holds; time without a running sample is counted by its cause.
+
+        Start-up, before the first weights, is nobody's wait.
+        """
+        (self._drained.clear if self.running else self._drained.set)()
+        if self._idle_for:
+            self.counters[f"wait/{self._idle_for}"] += time.monotonic() - self._idle_since
+        idle_for = ""
+        if self._loading:
+            assert self.newest is not None
+            self.activity, idle_for = f"loading version {self.newest.tag.version}", "weights"
+        elif self.running:
+            self.activity = "sampling"
+        elif self.leaving:
+            self.activity = "leaving"
+        elif self._admission.is_set():
+            self.activity, idle_for = "waiting for groups", "groups"
+        else:
+            self.activity, idle_for = "waiting for weights", "weights"
+        self._idle_for, self._idle_since = idle_for if self._served else "", time.monotonic()

@@ -36,7 +36,7 @@ def test_members_are_joined_in_group_order_whatever_order_they_come_in() -> None
         np.full(3, -2, np.float32),
         np.full(3, -1, np.float32),
     )
-    raw = assembly.join(members)
+    raw = assembly.join(members, PPO)
     assert raw.group_ids.tolist() == [1, 1, 2, 2]
     assert raw.responses.prompt_lens.tolist() == [1, 1, 3, 3]
     assert raw.responses.response_lens.tolist() == [3, 0, 1, 2]
@@ -49,19 +49,19 @@ def test_members_are_joined_in_group_order_whatever_order_they_come_in() -> None
 
 def test_what_a_group_is_asked_about_is_its_part_of_the_batch() -> None:
     members = [group(1, [2, 0], [0.0, 1.0]), group(2, [1], [1.0])]
-    whole = assembly.join(members).responses
+    whole = assembly.join(members, PPO).responses
     parts = [member.responses() for member in members]
     for name in ("tokens", "prompt_lens", "response_lens"):
         assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
 
 
 def test_a_sample_without_a_reward_leaves_the_loss() -> None:
-    raw = assembly.join([group(1, [2, 3], [np.nan, 1.0])])
+    raw = assembly.join([group(1, [2, 3], [np.nan, 1.0])], PPO)
     assert raw.loss_mask.tolist() == [0, 0, 1, 1, 1]
 
 
 def test_the_critic_gets_the_values_that_the_advantages_were_made_from_and_returns() -> None:
-    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])])
+    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])], PPO)
     values = np.array([0.5, 0.25, 0.125], np.float32)
     tensors = assembly.train_tensors(registry.get("ppo"), PPO, raw, values, 0, Metrics())
     assert tensors.values is values and tensors.returns is not None
@@ -76,7 +76,7 @@ def test_the_critic_gets_the_values_that_the_advantages_were_made_from_and_retur
 def test_reference_log_probs_travel_only_to_a_loss_with_a_kl() -> None:
     member = group(1, [2, 1], [1.0, 0.0])
     member.reference_logprobs = np.array([-1, -2, -3], np.float32)
-    raw = assembly.join([member])
+    raw = assembly.join([member], PPO)
     with_kl = Options(use_kl_loss=True, kl_loss_coef=0.1, ref_load="ref")
     in_reward = Options(
         advantage_estimator="reinforce_plus_plus", kl_coef=0.1, normalize_advantages=True, ref_load="ref"
@@ -90,13 +90,13 @@ def test_reference_log_probs_travel_only_to_a_loss_with_a_kl() -> None:
 def test_groups_that_were_left_out_are_counted_for_rloo() -> None:
     options = Options(advantage_estimator="rloo", calculate_per_token_loss=True)
     metrics = Metrics()
-    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])])
+    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])], PPO)
     assembly.train_tensors(registry.get("rloo"), options, raw, None, 3, metrics)
     assert metrics.values()["rollout/rloo/dropped_group_frac"] == 0.75
 
 
 def test_an_optional_array_of_a_wrong_length_is_refused() -> None:
-    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])])
+    raw = assembly.join([group(1, [2, 1], [1.0, 0.0])], PPO)
     arrays = assembly.train_tensors(registry.get("ppo"), PPO, raw, np.zeros(3, np.float32), 0, Metrics()).arrays()
     with pytest.raises(TensorError, match="batch 7: values has 2 entries, the lengths say 3"):
         TrainTensors.from_arrays(arrays | {"values": np.zeros(2, np.float32)}, "batch 7")
