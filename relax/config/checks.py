@@ -14,6 +14,7 @@ from relax.config.options import Options
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
+from relax.config.simulated import a_simulated_trainer_has_no_ranks, engines_agree, is_simulated, options_act
 from relax.config.violation import Violation
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -40,6 +41,8 @@ def warnings(resolved: Resolved) -> list[str]:
     """What is legal but probably not meant; printed once at start."""
     from relax.algorithms.contracts import warnings as algorithm_warnings
 
+    if is_simulated(resolved.topology):
+        return []
     return list(algorithm_warnings(resolved.options))
 
 
@@ -144,7 +147,7 @@ def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation
     if options.no_off_policy_correction and (options.max_staleness == 0 or corrected):
         why = "in lockstep there is nothing to correct" if options.max_staleness == 0 else "a correction is on"
         yield _refuse(options, "no_off_policy_correction", f"cannot act: {why}", "Leave it out.")
-    if options.max_staleness == 0 or corrected or options.no_off_policy_correction:
+    if options.max_staleness == 0 or corrected or options.no_off_policy_correction or is_simulated(resolved.topology):
         return
     problem = (
         "samples of older policies need a correction, and there is none: with recomputed log-probs and one step per "
@@ -152,6 +155,19 @@ def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation
     )
     fix = "Add --use-tis or --use-rollout-logprobs; or --no-off-policy-correction, if that is what you want to study."
     yield _refuse(options, "max_staleness", problem, fix)
+
+
+@_reads("partial_rollout", "max_staleness", "mask_offpolicy_in_partial_rollout")
+def _samples_of_several_versions(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.partial_rollout and options.max_staleness == 0:
+        problem = "in lockstep every token is of the trainer's version, so no sample may go on under new weights"
+        fix = f"Leave {flag('partial_rollout')} out, or set {flag('max_staleness')} to 1 or more."
+        yield _refuse(options, "partial_rollout", problem, fix)
+    if options.mask_offpolicy_in_partial_rollout and not options.partial_rollout:
+        problem = f"cannot act: without {flag('partial_rollout')} no sample holds two versions"
+        fix = f"Add {flag('partial_rollout')}, or leave it out."
+        yield _refuse(options, "mask_offpolicy_in_partial_rollout", problem, fix)
 
 
 @_reads(
@@ -244,13 +260,9 @@ def model_ranks(options: Options) -> int:
     return prod(sizes)
 
 
-@_reads()
-def _engines(resolved: Resolved) -> Iterator[Violation]:
-    for service in resolved.topology.role("rollout") if resolved.topology else ():
-        if service.engine == "simulated":
-            where = "services.rollout.engine"
-            yield Violation(where, "simulated", "is not available yet", "Use vllm, or leave it out.", service.source)
-            return
+_reads()(engines_agree)
+_reads()(a_simulated_trainer_has_no_ranks)
+_reads()(options_act)
 
 
 @_reads("insecure", "controller")

@@ -17,11 +17,13 @@ def derived_values(given: Mapping[str, Any], default: Callable[[str], Any]) -> d
     samples = whole("rollout_batch_size") * whole("n_samples_per_prompt")
     steps = max(1, samples // max(1, whole("global_batch_size"))) if "global_batch_size" in given else 1
     steps = max(1, whole("num_steps_per_rollout")) if "num_steps_per_rollout" in given else steps
+    slots = whole("sim_slots") if "sim_slots" in given else whole("rollout_max_num_seqs")
     values = {
         "num_steps_per_rollout": steps,
         "global_batch_size": max(1, samples // steps),
         "rollout_lead": max(0, min(whole("max_staleness"), 2)),
-        "rollout_credit": max(1, whole("rollout_max_num_seqs") // max(1, whole("n_samples_per_prompt"))),
+        "rollout_credit": max(1, slots // max(1, whole("n_samples_per_prompt"))),
+        "sim_slots": max(1, whole("rollout_max_num_seqs")),
         "eps_clip_high": abs(_number(given.get("eps_clip", default("eps_clip")), 0.2)),
         "critic_lr": abs(_number(given.get("lr", default("lr")), 0.0)),
     }

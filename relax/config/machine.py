@@ -14,6 +14,7 @@ from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.resolve import Resolved
 from relax.config.schema import RANKED, ROLES
+from relax.config.simulated import is_simulated
 from relax.config.tail import READS as TAIL_READS
 from relax.config.tail import check_tail
 from relax.config.violation import Violation
@@ -29,15 +30,21 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
     from relax.algorithms.hooks import check as check_hooks
     from relax.data.checks import check as check_data
     from relax.rewards.checks import check as check_rewards
+    from relax.simulation.checks import check as check_simulation
 
     options, skip = resolved.options, resolved.suspects
     roles = {service.role for service in resolved.topology.on(node)} if resolved.topology else set(ROLES)
     found: list[Violation] = []
+    if simulated := is_simulated(resolved.topology):
+        found += check_simulation(options)
     if options.hf_checkpoint and "hf_checkpoint" not in skip:
         # A node that refreshes the reference keeps the policy's versions too.
         holders = {"rollout", "actor"} | ({"reference"} if options.ref_update_interval is not None else set())
-        found += check_checkpoint(options, holds_weights=bool(roles & holders))
-        found += _fits_the_ranks(resolved, node)
+        if simulated:
+            found += _tokenizer(options, Path(options.hf_checkpoint))
+        else:
+            found += check_checkpoint(options, holds_weights=bool(roles & holders))
+            found += _fits_the_ranks(resolved, node)
     if "reference" in roles and options.ref_load is not None and not skip & {"ref_load", "hf_checkpoint"}:
         found += check_reference(options)
     if "controller" in roles and options.prompt_data and not skip & {"prompt_data", "input_key", "label_key"}:

@@ -29,8 +29,6 @@ Dtype = Literal["float32", "bfloat16"]
 PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
-NO_PARTIAL = "Replicas drain before they load new weights; leave it off."
-NO_SIMULATION = "The simulated engine is not there yet; leave it out."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
 NO_RESTART = "A service that dies ends the run; leave it out."
 
@@ -96,7 +94,7 @@ class RolloutOptions(Section):
         0,
         "groups a replica asks for at a time",
         ge=1,
-        derived="rollout-max-num-seqs / n-samples-per-prompt",
+        derived="rollout-max-num-seqs (sim-slots) / n-samples-per-prompt",
     )
     dynamic_sampling_filter_path: str | None = opt(
         None,
@@ -118,9 +116,12 @@ class AsyncOptions(Section):
         ge=0,
         unavailable="Training waits for its stragglers, by name in the log.",
     )
-    partial_rollout: bool = opt(False, "keep running samples across a weight update", unavailable=NO_PARTIAL)
+    partial_rollout: bool = opt(
+        False,
+        "pause running samples for new weights instead of finishing them; a sample may then hold several versions",
+    )
     mask_offpolicy_in_partial_rollout: bool = opt(
-        False, "train only the newest version's tokens of a sample", unavailable=NO_PARTIAL
+        False, "train a sample's tokens of its newest version alone; the older ones leave loss, deadline and staleness"
     )
     over_sampling_batch_size: int | None = opt(
         None, "groups issued per batch in lockstep, P of them trained", ge=1, unavailable="Leave it out."
@@ -244,15 +245,17 @@ class SystemOptions(Section):
 class SimulationOptions(Section):
     """Simulation"""
 
-    sim_length: str | None = opt(
-        None,
-        "response lengths: constant:N, lognormal:MEAN,SIGMA, pareto:MIN,ALPHA or file:PATH",
-        unavailable=NO_SIMULATION,
+    sim_length: str = opt(
+        "lognormal:200,1",
+        "response lengths in tokens: constant:N, lognormal:MEAN,SIGMA, pareto:MIN,ALPHA or file:PATH (one a line)",
+        metavar="MODEL",
     )
-    sim_tokens_per_second: float | None = opt(None, "speed of one slot", gt=0, unavailable=NO_SIMULATION)
-    sim_slots: int | None = opt(None, "slots of one replica", ge=1, unavailable=NO_SIMULATION)
-    sim_train_seconds: float | None = opt(None, "seconds of a training batch", ge=0, unavailable=NO_SIMULATION)
-    sim_publish_seconds: float | None = opt(None, "seconds of a publication", ge=0, unavailable=NO_SIMULATION)
+    sim_tokens_per_second: str = opt(
+        "1000", "speed of one slot; with commas one a replica, from the first again after the last", metavar="N[,N...]"
+    )
+    sim_slots: int = opt(0, "samples that a simulated replica runs at once", ge=1, derived="rollout-max-num-seqs")
+    sim_train_seconds: float = opt(1.0, "seconds that training on a batch takes", ge=0)
+    sim_publish_seconds: float = opt(0.1, "seconds that a publication takes, beside the next batch", ge=0)
 
 
 SECTIONS: tuple[type[Section], ...] = (

@@ -54,6 +54,10 @@ class RankedEntry(ServiceEntry):
     sequence_parallel: bool | None = None
 
 
+class ActorEntry(RankedEntry):
+    engine: Literal["megatron", "simulated"] = "megatron"
+
+
 PARALLEL = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -66,7 +70,7 @@ ROLES: dict[str, type[ServiceEntry]] = {
     "rollout": RolloutEntry,
     "reward": ReplicatedEntry,
     "advantages": ServiceEntry,
-    "actor": RankedEntry,
+    "actor": ActorEntry,
     "critic": RankedEntry,
     "reference": RankedEntry,
 }

@@ -11,6 +11,7 @@ from relax.config.fields import flag
 from relax.config.options import SECTIONS, Options
 from relax.config.resolve import Resolved, shown
 from relax.config.schema import RANKED
+from relax.config.simulated import SIMULATED
 from relax.config.topology import Service
 from relax.launch.rundir import RunDir
 from relax.launch.sweep import MARK
@@ -108,7 +109,7 @@ def _facts(resolved: Resolved, service: Service) -> list[str]:
     facts = [f"node {service.node}"] if service.node else []
     if service.engine:
         facts.append(f"engine {service.engine}")
-    if service.role in RANKED:
+    if service.role in RANKED and service.engine != SIMULATED:
         ranks = service.ranks or model_ranks(service.options(resolved.options))
         facts.append(f"{ranks} rank{'s' if ranks > 1 else ''}")
     if service.cores:

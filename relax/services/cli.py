@@ -15,6 +15,7 @@ from typing import Any
 from relax.config.checks import model_ranks
 from relax.config.flags import Parser
 from relax.config.resolve import Resolved, load
+from relax.config.schema import ROLES
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
 from relax.launch.sweep import MARK
@@ -26,6 +27,7 @@ SERVICES = {
     "reward": "relax.services.reward:Reward",
     "advantages": "relax.services.advantages:Advantages",
     "actor": "relax.services.actor:Actor",
+    "simulated actor": "relax.services.simulated_actor:SimulatedActor",
     "critic": "relax.services.critic:Critic",
     "reference": "relax.services.reference:Reference",
 }
@@ -40,7 +42,7 @@ RANKED = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser("relax-service", "One service of a run, in the foreground.")
-    parser.add_argument("role", choices=SERVICES)
+    parser.add_argument("role", choices=ROLES)
     parser.add_argument("--topology", type=Path, required=True, help="the topology file of the run")
     parser.add_argument("--name", help="which service of the topology (default: the only one of its role)")
     try:
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         resolved = load(given, own.topology, machine=MARK not in os.environ)
         entry = _entry(resolved, own.role, own.name)
         settle(entry)
-        if own.role in RANKED and "RANK" not in os.environ:
+        if _kind(entry) in RANKED and "RANK" not in os.environ:
             _become_torchrun(resolved, entry, arguments)
         return run(resolved, entry)
     except ConfigError as error:
@@ -66,13 +68,18 @@ def run(resolved: Resolved, entry: Entry) -> int:
     rank = int(os.environ.get("RANK", "0"))
     name = entry.name if rank == 0 else f"{entry.name}.rank{rank}"
     configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
-    module, _, cls = SERVICES[entry.role].partition(":")
+    module, _, cls = SERVICES[_kind(entry)].partition(":")
     if rank > 0:
         from relax.services.ranks import follow_run
 
         return follow_run(context, RANKED[entry.role])
     service: Any = getattr(import_module(module), cls)
     return service.start(context)
+
+
+def _kind(entry: Entry) -> str:
+    """The role, and whether a model takes part in it."""
+    return f"simulated {entry.role}" if entry.role in RANKED and entry.engine == "simulated" else entry.role
 
 
 def settle(entry: Entry) -> None:

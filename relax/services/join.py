@@ -37,4 +37,6 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         controller=endpoint or run.endpoint("controller"),
         host=topology.address(entry),
         model_options=entry.options(o),
+        engine=entry.engine or "",
+        index=entry.index,
     )

@@ -62,6 +62,8 @@ class Context:
     controller: str  # the controller's endpoint
     host: str | None  # the address that other hosts reach this node by; None when the run stays on one host
     model_options: Options  # `options` with the parallel sizes of this service's own model
+    engine: str = ""  # of a rollout replica or the actor
+    index: int = 0  # among the services of its role
 
 
 class Service:

@@ -130,7 +130,6 @@ def test_each_broken_rule_is_refused_alone_and_with_its_remedy(
     [
         ({"actor": {"ranks": 3}}, {"tensor_parallel_size": 2}, "multiple of 2"),
         ({"actor": {"ranks": 3}}, {}, "3 data-parallel ranks do not divide --global-batch-size 8"),
-        ({"rollout": {"engine": "simulated"}}, {}, "not available yet"),
         ({"critic": {"ranks": 3, "tensor_parallel_size": 2}}, {"advantage_estimator": "ppo"}, "multiple of 2"),
         ({"critic": {"ranks": 3}}, {"advantage_estimator": "ppo"}, "3 data-parallel ranks do not divide"),
         ({"critic": {"sequence_parallel": True}}, {"advantage_estimator": "ppo"}, "tensor_parallel_size is 1 there"),

@@ -1,0 +1,19 @@
+"""Which engine a rollout replica runs, by the name that the topology gives it."""
+
+from importlib import import_module
+from typing import Any
+
+from relax.engines.base import Engine
+
+# Imported only by the process that runs it.
+ENGINES = {
+    "vllm": "relax.engines.vllm:VllmEngine",
+    "simulated": "relax.engines.simulated:SimulatedEngine",
+}
+
+
+def engine(name: str, options: Any, replica: int) -> Engine:
+    """The engine `name` for the options of a run, as replica number `replica`; not started yet."""
+    module, _, cls = ENGINES[name].partition(":")
+    built: Engine = getattr(import_module(module), cls).from_options(options, replica)
+    return built
