@@ -11,13 +11,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from relax.megatron.checkpoint import Architecture, CheckpointError, Source
 from relax.megatron.layout import Columns, Gated, Layout, QueryGroups, Replicated, Vocabulary
-from relax.megatron.parallel import Grid
+from relax.megatron.parallel import Grid, Groups
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -170,43 +169,54 @@ def _list(names: set[str]) -> str:
     return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """This rank's tensors under the names of its parameters, and the groups in which they are made whole.
+
+    A rank that takes no part in that has no tensors; all ranks of a group take part or none.
+    """
+
+    tensors: dict[str, Tensor]
+    groups: Groups
+
+    @classmethod
+    def of(cls, model: GPTModel) -> "Shards":
+        """The weights of `model` as they are: an optimizer step changes them."""
+        return cls({name: parameter.detach() for name, parameter in model.named_parameters()}, Groups.of_grid())
+
+
 @torch.no_grad()
-def export(
-    model: GPTModel, table: list[Mapping], arch: Architecture, grid: Grid, *, gradients: bool = False
-) -> Iterator[tuple[str, Tensor]]:
+def export(shards: Shards, table: list[Mapping], arch: Architecture, grid: Grid) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor) of every tensor, in the order of `table`. Collective over the model's ranks.
 
-    The tensors are new storage on the model's device, so a later optimizer step does not change them. `gradients`
-    exports the reduced float32 gradients of the last backward pass instead of the weights.
+    The tensors are new storage on the shards' device, so a later change of the shards does not change them.
     """
-    parameters = dict(model.named_parameters())
-    device = next(iter(parameters.values())).device
-    dtype = torch.float32 if gradients else model.config.params_dtype
+    if not shards.tensors:
+        return
+    some = next(iter(shards.tensors.values()))
     for entry in table:
         if entry.origin == "copy":
             continue
         if grid.pipeline_rank == entry.stage:
-            parameter = parameters[entry.parameter]
-            local = parameter.main_grad if gradients else parameter.detach()
-            whole = entry.layout.join(_shards(local, entry.layout, grid), arch)
+            whole = entry.layout.join(_gathered(shards, entry, grid), arch)
         else:
-            whole = [torch.empty(shape, dtype=dtype, device=device) for shape in entry.shapes]
+            whole = [torch.empty(shape, dtype=some.dtype, device=some.device) for shape in entry.shapes]
         for name, tensor in zip(entry.names, whole, strict=True):
-            yield name, _from_stage(tensor, entry.stage, grid)
+            yield name, _from_stage(tensor, entry.stage, shards.groups.pipeline, grid)
 
 
-def _shards(local: Tensor, layout: Layout, grid: Grid) -> list[Tensor]:
-    if grid.tensor == 1 or layout.dim is None:
+def _gathered(shards: Shards, entry: Mapping, grid: Grid) -> list[Tensor]:
+    local = shards.tensors[entry.parameter]
+    if grid.tensor == 1 or entry.layout.dim is None:
         return [local]
     local = local.contiguous()
-    shards = [torch.empty_like(local) for _ in range(grid.tensor)]
-    dist.all_gather(shards, local, group=parallel_state.get_tensor_model_parallel_group())
-    return shards
+    gathered = [torch.empty_like(local) for _ in range(grid.tensor)]
+    dist.all_gather(gathered, local, group=shards.groups.tensor)
+    return gathered
 
 
-def _from_stage(tensor: Tensor, stage: int, grid: Grid) -> Tensor:
+def _from_stage(tensor: Tensor, stage: int, group: dist.ProcessGroup, grid: Grid) -> Tensor:
     tensor = tensor.clone(memory_format=torch.contiguous_format)
     if grid.pipeline > 1:
-        group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
     return tensor

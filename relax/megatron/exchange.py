@@ -14,8 +14,12 @@ _ALIGN = 16
 _KINDS = "iufb"
 
 
-def broadcast(header: dict[str, Any] | None, arrays: Mapping[str, np.ndarray] | None = None) -> tuple[Any, dict]:
-    """Rank 0's (header, arrays) on every rank. Collective over all ranks.
+def broadcast(
+    header: dict[str, Any] | None,
+    arrays: Mapping[str, np.ndarray] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Any, dict]:
+    """Rank 0's (header, arrays) on every rank. Collective over all ranks, in `group` if they have more than one.
 
     Rank 0 gives a header of JSON values and any number of numpy arrays of numbers; the others give None. Arrays that
     were received are read-only. While rank 0 has nothing to say it should say so now and then, since the others wait no
@@ -29,13 +33,13 @@ def broadcast(header: dict[str, Any] | None, arrays: Mapping[str, np.ndarray] | 
         buffer = np.zeros(_size(given), np.uint8)
         for array, start in zip(given.values(), _starts(given), strict=True):
             buffer[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        _send(np.array([len(text), len(buffer)], np.int64))
-        _send(np.frombuffer(bytearray(text), np.uint8))
-        _send(buffer)
+        _send(np.array([len(text), len(buffer)], np.int64), group)
+        _send(np.frombuffer(bytearray(text), np.uint8), group)
+        _send(buffer, group)
         return header, given
-    text_size, buffer_size = _send(np.zeros(2, np.int64))
-    header, described = json.loads(_send(np.zeros(text_size, np.uint8)).tobytes())
-    buffer = _send(np.zeros(buffer_size, np.uint8))
+    text_size, buffer_size = _send(np.zeros(2, np.int64), group)
+    header, described = json.loads(_send(np.zeros(text_size, np.uint8), group).tobytes())
+    buffer = _send(np.zeros(buffer_size, np.uint8), group)
     buffer.flags.writeable = False
     received, start = {}, 0
     for name, dtype, shape in described:
@@ -96,10 +100,11 @@ def _size(arrays: Mapping[str, np.ndarray]) -> int:
     return sum(_padded(array.nbytes) for array in arrays.values())
 
 
-def _send(array: np.ndarray) -> np.ndarray:
+def _send(array: np.ndarray, group: dist.ProcessGroup | None) -> np.ndarray:
     """Rank 0's values in every rank's array of this shape."""
     if array.size == 0:
         return array
-    tensor = torch.from_numpy(array).to(cpu.device())
-    dist.broadcast(tensor, 0)
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else cpu.device()
+    tensor = torch.from_numpy(array).to(device)
+    dist.broadcast(tensor, 0, group=group)
     return tensor.cpu().numpy()

@@ -139,9 +139,21 @@ class Network(ABC):
         loss, _ = reduced.pop(_LOSS)
         return loss, reduced
 
-    def state(self, *, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor), one after another on every rank; see `convert.export`."""
-        return convert.export(self.model, self.table, self.architecture, self.grid, gradients=gradients)
+    def shards(self) -> convert.Shards:
+        """This rank's weights as they are: an optimizer step changes them."""
+        return convert.Shards.of(self.model)
+
+    def gradients(self) -> convert.Shards:
+        """This rank's reduced float32 gradients of the last backward pass."""
+        own = {name: p.main_grad for name, p in self.model.named_parameters()}
+        return convert.Shards(own, parallel.Groups.of_grid())
+
+    def state(self, shards: convert.Shards | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor), one after another on every rank; see `convert.export`.
+
+        Of `shards`, which are this network's own unless others of the same names and shapes are given.
+        """
+        return convert.export(shards or self.shards(), self.table, self.architecture, self.grid)
 
     def _run(
         self,

@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from relax.megatron import cpu
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_timeout = 1800.0  # of the grid's collectives, seconds; a process has one grid
 
 
 class GridError(ValueError):
@@ -45,6 +48,40 @@ class Grid:
         return self.pipeline_rank == self.pipeline - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Whose shards make a whole tensor: the ranks of its cuts, and the stages of the model."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+
+    @classmethod
+    def of_grid(cls) -> "Groups":
+        """Those that training uses."""
+        return cls(parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group())
+
+    @classmethod
+    def apart(cls) -> "Groups":
+        """The same ranks in groups of their own, for tensors in host memory: gathers in one thread and training in
+        another never meet in a collective. Collective over all ranks."""
+        grid = cls.of_grid()
+        return cls(_again(grid.tensor), _again(grid.pipeline))
+
+
+def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """A group of `ranks` (None: all) over gloo, with the grid's timeout. All ranks call it, members or not."""
+    return dist.new_group(ranks, timedelta(seconds=_timeout), backend="gloo")
+
+
+def _again(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the ranks of `group`, one of several equally large ones that every rank is in one of."""
+    mine = torch.tensor(dist.get_process_group_ranks(group), device=cpu.device())
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine)
+    made = {ranks: new_group(list(ranks)) for ranks in sorted({tuple(theirs.tolist()) for theirs in everyones})}
+    return made[tuple(mine.tolist())]
+
+
 def initialize(options: Any, *, timeout: float = 1800.0) -> Grid:
     """Joins the grid of `options`' parallel sizes, or returns it when this process joined it already.
 
@@ -59,6 +96,8 @@ def initialize(options: Any, *, timeout: float = 1800.0) -> Grid:
     if int(getattr(options, "expert_parallel_size", 1) or 1) != 1:
         raise GridError("--expert-parallel-size must be 1: the supported models (Llama, Qwen2, Qwen3) have no experts")
     if not parallel_state.model_parallel_is_initialized():
+        global _timeout
+        _timeout = timeout
         world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         _check_sizes(tensor, pipeline, context, world)
         if not dist.is_initialized():

@@ -1,7 +1,8 @@
 """The actor service: trains the policy on the batches it is sent and publishes its weights.
 
 Receives `TrainBatch` from advantages; sends `Started`, `Trained` and `Published` to the controller. Rank 0 holds the
-mailbox and leads the other ranks. One thread touches the model; the mailbox keeps beating while it works.
+mailbox and leads the other ranks. One thread touches the model; another one publishes what was staged; the mailbox
+keeps beating while they work.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ import numpy as np
 
 from relax.metrics import Metrics
 from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch, Trained
-from relax.services.actor_work import ActorWork
-from relax.services.ranks import Ranks
+from relax.services.actor_work import PUBLICATION, ActorWork
+from relax.services.publishing import Publishing, Staged
+from relax.services.ranks import Leader, Ranks
 from relax.services.service import Context
 from relax.services.trainer import Trainer
 from relax.weights.checkpoint import checkpoint_shapes
+from relax.weights.manifest import Manifest
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
 
@@ -27,9 +30,8 @@ class Actor(Trainer):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.steps = 0
-        self.published = -1
         self._publication_s = 0.0
-        self._changed = True  # the weights, since they were published
+        self._changed = True  # the weights, since they were offered for publication
         self._ranks: Ranks[ActorWork] = Ranks(self.role)
 
     def handlers(self) -> dict[type, Any]:
@@ -50,8 +52,10 @@ class Actor(Trainer):
             manifests=self.run.weights_dir,
             expected=checkpoint_shapes(o.hf_checkpoint),
         )
+        self.publishing = Publishing(self._stage, self._publish, self._published)
+        self.spawn(self.publishing.run(), "publishing")
         self.log.info("model_built", parameters=self._work.policy.num_parameters)
-        await self._publish(0)
+        await self._offer(0)
         self.begin()
 
     async def release(self) -> None:
@@ -75,25 +79,36 @@ class Actor(Trainer):
         metrics.sum("perf/trainer_wait_s/publication", self._publication_s)
         metrics.sum("perf/trainer_wait_s/payload", fetched - started)
         metrics.sum("perf/train_s", trained - fetched)
+        metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
         self.report(Trained(batch, metrics.wire()))
         self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=round(trained - fetched, 3))
         if (batch + 1) % self.options.update_weights_interval == 0:
-            await self._publish(batch + 1)
+            await self._offer(batch + 1)
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
-    async def _publish(self, version: int) -> None:
-        """Store the present weights as `version`, the tag alone when they did not change, and tell the controller."""
-        started, wait = time.monotonic(), self.options.peer_timeout
-        self.activity = f"publishing version {version}"
-        publish, changed = self.publisher.publish, self._changed
-        manifest = await self._ranks.lead(
-            lambda ranks: publish(version, self.steps, ranks.run(self._work.weights) if changed else None, wait=wait)
-        )
-        self.published, self._changed = version, False
-        self.report(Published(version, manifest.to_json()))
+    async def _offer(self, version: int) -> None:
+        """The present weights are to be published as `version`; the trainer waits until they are staged, no longer."""
+        started = time.monotonic()
+        self.activity = f"staging version {version}"
+        changed, self._changed = self._changed, False
+        await self.publishing.offer(version, self.steps, changed=changed)
         self._publication_s = time.monotonic() - started  # reported with the next batch
+
+    async def _stage(self, place: int) -> None:
+        await self._ranks.run(self._work.stage, place)
+
+    async def _publish(self, staged: Staged) -> Manifest:
+        def publish(ranks: Leader[ActorWork]) -> Manifest:
+            tensors = None if staged.place is None else ranks.run(self._work.weights, staged.place)
+            return self.publisher.publish(staged.version, staged.step, tensors, wait=self.options.peer_timeout)
+
+        return await self._ranks.lead(publish, PUBLICATION)
+
+    def _published(self, staged: Staged, manifest: Manifest) -> None:
+        self.counters["published"] = staged.version
+        self.report(Published(staged.version, manifest.to_json()))
 
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)
@@ -103,8 +118,11 @@ class Actor(Trainer):
 
     async def on_finish(self, message: Finish, sender: Any) -> Finished:
         async with self.busy:
-            if self.published != self.version.value:
-                await self._publish(self.version.value)
+            last = self.version.value
+            if self.publishing.offered != last:
+                await self._offer(last)
+            self.activity = f"publishing version {last}"
+            await self.publishing.published.wait(last, self.options.stall_timeout)
             self.activity = "writing the export"
             await self._ranks.run(self._work.export, str(self.run.export_dir))
         return Finished(self.version.value, str(self.run.export_dir))

@@ -1,4 +1,4 @@
-"""What every rank of the actor does, in step: train a batch, give out the weights, write the export."""
+"""What every rank of the actor does, in step: train a batch, write the export, and beside it give out the weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +13,16 @@ from relax.algorithms.tensors import LOG_RATIO_LIMIT
 from relax.config.options import Options
 from relax.megatron import batches
 from relax.megatron.policy import Policy
+from relax.megatron.staging import Staging
 from relax.metrics import Metric, Metrics
 from relax.protocol.tensors import Arrays
-from relax.services.ranks import command
+from relax.services.ranks import command, in_lane
+
+PUBLICATION = "publication"
+"""The lane in which staged weights are read."""
+
+STAGED_VERSIONS = 2
+"""One that is read, and the newest."""
 
 
 class ActorWork:
@@ -26,6 +33,7 @@ class ActorWork:
         self.options = options
         self.spec = registry.get(options.advantage_estimator)
         self.policy = Policy(options, options.hf_checkpoint, total_steps)
+        self.staging = Staging(self.policy.network, STAGED_VERSIONS)
 
     @command
     def train(self, batch: Arrays) -> dict[str, Metric]:
@@ -54,9 +62,14 @@ class ActorWork:
         metrics.sum("train/skipped_steps", step.skipped)
 
     @command
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor), on every rank; every rank must exhaust it."""
-        return self.policy.state()
+    def stage(self, place: int) -> None:
+        """Copies the present weights into `place` of the staging, where `weights` reads them while training goes on."""
+        self.staging.fill(place)
+
+    @in_lane(PUBLICATION)
+    def weights(self, place: int) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of what was staged in `place`, which must not be staged to meanwhile."""
+        return self.policy.network.state(self.staging[place])
 
     @command
     def export(self, path: str) -> None:

@@ -5,6 +5,8 @@ usage: grid_worker.py OUTPUT CASE...
 
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +102,7 @@ def observe(learner: Learner, given: list[dict[str, np.ndarray]]) -> dict:
     seen: dict = {"forward": [forward(batch) for batch in given], "steps": []}
     learner.optimizer.zero_grad()
     learner.network.backward(given[0], loss(given[0]))
-    seen["gradients"] = dict(learner.network.state(gradients=True))
+    seen["gradients"] = dict(learner.network.state(learner.network.gradients()))
     for batch in given:
         result = learner.train(batch, loss(batch))
         seen["steps"].append((result.loss, result.grad_norm, result.metrics))
@@ -146,15 +148,47 @@ def publish(output: Path) -> tuple[str, str]:
     return str(store.directory), manifest.to_json().decode()
 
 
+def read_beside_training(actor: Leader[ActorWork]) -> dict:
+    """Versions read one after another in one thread while another one trains, and each of them read at rest before."""
+    seen: dict = {"at_rest": [], "beside": [], "steps": 0}
+    tried = threading.Event()
+    for number in range(4):
+        place = number % 2
+        actor.run(actor.work.stage, place)
+        seen["at_rest"].append(dict(actor.run(actor.work.weights, place)))
+        tried.clear()
+
+        def read(place=place) -> dict:
+            taken = {}
+            for name, tensor in actor.run(actor.work.weights, place):
+                taken[name] = tensor
+                if len(taken) == 1:  # in the middle of it, at least one batch is trained
+                    assert tried.wait(60)
+            return taken
+
+        with ThreadPoolExecutor(1) as beside:
+            taking = beside.submit(read)
+            while not taking.done():
+                actor.run(actor.work.train, tiny.batch(10 + seen["steps"]))
+                seen["steps"] += 1
+                tried.set()
+            seen["beside"].append(taking.result())
+    return seen
+
+
 def lead(output: Path, options) -> dict:
     """What rank 0 gets of the three works, one after the other, as their services command them."""
     seen: dict = {}
     actor = Leader(ActorWork, options, total_steps=4)
     seen["train"] = actor.run(actor.work.train, tiny.batch(3))
-    seen["weights"] = dict(actor.run(actor.work.weights))
-    actor.idle()
+    actor.run(actor.work.stage, 1)
+    seen["weights"] = dict(actor.run(actor.work.weights, 1))
+    for lane in actor.lanes:
+        actor.idle(lane)
     actor.run(actor.work.export, str(output / "export-led"))
-    actor.end()
+    seen["beside"] = read_beside_training(actor)
+    for lane in actor.lanes:
+        actor.end(lane)
     critic = Leader(CriticWork, options, None)
     seen["values"] = critic.run(critic.work.values, tiny.batch(4))
     seen["train_values"] = critic.run(critic.work.train, batch=value_batch())

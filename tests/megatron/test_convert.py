@@ -39,7 +39,7 @@ def test_round_trip_is_bit_exact(kind, tmp_path):
     tiny.save(tmp_path, kind)
     network, arch, grid = build(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    exported = list(convert.export(network, convert.mapping(arch), arch, grid))
+    exported = list(convert.export(convert.Shards.of(network), convert.mapping(arch), arch, grid))
     assert [name for name, _ in exported].count("lm_head.weight") == (0 if arch.tied else 1)
     assert len(exported) == len(dict(exported))
     assert dict(exported).keys() == stored.keys()
@@ -75,7 +75,7 @@ def test_every_stage_owns_its_layers_under_local_names(tmp_path):
 def test_exported_tensors_do_not_change_with_the_network(tmp_path):
     tiny.save(tmp_path, "qwen3")
     network, arch, grid = build(tmp_path)
-    exported = dict(convert.export(network, convert.mapping(arch), arch, grid))
+    exported = dict(convert.export(convert.Shards.of(network), convert.mapping(arch), arch, grid))
     before = exported["model.norm.weight"].clone()
     with torch.no_grad():
         network.decoder.final_layernorm.weight.add_(1)

@@ -89,7 +89,7 @@ def test_loss_and_gradients_equal_plain_pytorch(kind, per_token, tmp_path):
 
     assert loss == pytest.approx(expected.item(), abs=1e-5)
     assert metrics["train/value_loss"][0] / metrics["train/value_loss"][1] == pytest.approx(loss, abs=1e-5)
-    gradients = dict(critic.network.state(gradients=True))
+    gradients = dict(critic.network.state(critic.network.gradients()))
     assert "lm_head.weight" not in gradients
     torch.testing.assert_close(gradients["score.weight"], head.grad, atol=1e-5, rtol=1e-4)
     for name, parameter in model.model.named_parameters():
@@ -103,7 +103,7 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(tmp_path):
         options = tiny.options(micro_batch_size=size)
         critic = Critic(options, tmp_path)
         loss, metrics = critic.network.backward(batch, value_loss(batch, options))
-        results.append((loss, metrics, dict(critic.network.state(gradients=True))))
+        results.append((loss, metrics, dict(critic.network.state(critic.network.gradients()))))
     loss, metrics, gradients = results[0]
     for other, other_metrics, other_gradients in results[1:]:
         assert other == pytest.approx(loss, abs=1e-6)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def test_two_ranks_led_by_commands_give_what_one_rank_gives(two_ranks):
     actor = ActorWork(options, 4)
     assert_metrics_equal(seen["train"], actor.train(tiny.batch(3)))
     exported = load_file(two_ranks / "export-led" / "model.safetensors")
-    for name, want in actor.weights():
+    for name, want in actor.policy.state():
         assert (seen["weights"][name] - want).abs().mean() < 1e-5, name
         assert torch.equal(seen["weights"][name], exported[name])
     critic = CriticWork(options, None)
@@ -115,6 +116,17 @@ def test_two_ranks_led_by_commands_give_what_one_rank_gives(two_ranks):
     np.testing.assert_allclose(seen["logprobs"], reference.logprobs(tiny.batch(4)), atol=1e-5)
     fresh = ReferenceWork(options.model_copy(update={"ref_load": two_ranks / "other"}))
     np.testing.assert_allclose(seen["refreshed"], fresh.logprobs(tiny.batch(4)), atol=1e-5)
+
+
+def test_weights_read_beside_training_are_those_that_were_staged(two_ranks):
+    """Bit for bit what a read at rest gives, though batches are trained while the ranks gather them."""
+    seen = torch.load(two_ranks / "led.pt", weights_only=False)["beside"]
+    assert seen["steps"] >= len(seen["beside"]) == 4
+    for rest, beside in zip(seen["at_rest"], seen["beside"], strict=True):
+        assert list(rest) == list(beside)
+        assert all(torch.equal(rest[name], beside[name]) for name in rest)
+    for older, newer in pairwise(seen["at_rest"]):
+        assert not any(torch.equal(older[name], newer[name]) for name in older), "training did not move the weights"
 
 
 def assert_metrics_equal(seen, expected):

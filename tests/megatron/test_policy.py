@@ -61,7 +61,7 @@ def test_loss_and_gradients_equal_plain_pytorch(kind, temperature, tmp_path):
     expected.backward()
     assert loss == pytest.approx(expected.item(), abs=1e-5)
     assert metrics["entropy"] == pytest.approx((entropy[mask].sum().item(), mask.sum().item()), rel=1e-5)
-    gradients = dict(policy.network.state(gradients=True))
+    gradients = dict(policy.network.state(policy.network.gradients()))
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
 
@@ -74,7 +74,7 @@ def test_loss_and_gradients_do_not_depend_on_micro_batches(size, tmp_path):
     for micro in (8, size):
         policy = Policy(tiny.options(micro_batch_size=micro), tmp_path)
         loss, metrics = policy.network.backward(batch, token_mean(batch))
-        results.append((loss, metrics, dict(policy.network.state(gradients=True))))
+        results.append((loss, metrics, dict(policy.network.state(policy.network.gradients()))))
     (loss, metrics, gradients), (loss2, metrics2, gradients2) = results
     assert loss2 == pytest.approx(loss, abs=1e-6)
     assert metrics2["entropy"] == pytest.approx(metrics["entropy"], rel=1e-6)
@@ -98,7 +98,7 @@ def test_loss_and_gradients_of_an_algorithm_do_not_depend_on_micro_batches(name,
 
         policy = Policy(options, tmp_path)
         loss, metrics = policy.network.backward(batch, loss_fn)
-        results.append((loss, metrics, dict(policy.network.state(gradients=True))))
+        results.append((loss, metrics, dict(policy.network.state(policy.network.gradients()))))
     loss, metrics, gradients = results[0]
     assert metrics["train/loss"][0] / metrics["train/loss"][1] == pytest.approx(loss, abs=1e-6)
     for other, other_metrics, other_gradients in results[1:]:
