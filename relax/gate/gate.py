@@ -23,6 +23,7 @@ class _Group:
     place: _Place
     deadline: int | None
     has_tokens: bool = False
+    rank: int = 0  # among the ready, where the first are taken
 
 
 class Gate:
@@ -57,12 +58,24 @@ class Gate:
     groups. Either fewer than P open groups have a deadline, then another may be issued, or P have, and once they are
     ready the batch may be committed.
 
+    Spare groups (`spare` = O - P, lockstep only) are outside slots and n(w): whichever they are, both limits rise by
+    `spare`, to P + spare. A commit takes the P groups that were ready first and drops all others, ready or not: they
+    are its *surplus*, which the next batch could only train too late. So after a commit nothing is open, and the
+    inequality holds again without its spares. The prompts of the surplus come back as groups of another id.
+
     Group ids are integers in issue order; a group issued again keeps its id. Versions are those of one lineage;
     `first_batch` is where it begins (0, or the cut of a resume).
     """
 
     def __init__(
-        self, batch_size: int, max_staleness: int, lead: int, last_batch: int | None = None, *, first_batch: int = 0
+        self,
+        batch_size: int,
+        max_staleness: int,
+        lead: int,
+        last_batch: int | None = None,
+        *,
+        first_batch: int = 0,
+        spare: int = 0,
     ) -> None:
         """`last_batch` is the index of the last batch when the run's length is known; see `end` for a stream's end."""
         if batch_size < 1:
@@ -71,6 +84,8 @@ class Gate:
             raise ValueError(f"max_staleness = {max_staleness}: must be 0 (lockstep) or more")
         if not 0 <= lead <= max_staleness:
             raise ValueError(f"lead = {lead}: must be between 0 and max_staleness = {max_staleness}")
+        if spare < 0 or (spare and max_staleness):
+            raise ValueError(f"spare = {spare}: must be 0, or more where max_staleness is 0 (here {max_staleness})")
         if first_batch < 0:
             raise ValueError(f"first_batch = {first_batch}: batches are counted from 0")
         if last_batch is not None and last_batch < first_batch:
@@ -78,6 +93,7 @@ class Gate:
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.lead = lead
+        self.spare = spare
         self._last = last_batch
         self._next = first_batch
         self._started = first_batch
@@ -87,6 +103,7 @@ class Gate:
         self._counted: dict[int, int] = {}  # deadline -> open groups
         self._ready: dict[int, int] = {}  # deadline -> ready groups
         self._ready_total = 0
+        self._ready_ever = 0
         self._ahead: dict[int, _Group] | None = None
         self._unpublished: dict[int, int] = {}  # batch -> slots its members hold
         self._to_come: int | None = None  # groups still to be issued once the stream has ended
@@ -133,7 +150,8 @@ class Gate:
 
     @property
     def slots(self) -> int:
-        return (self.lead + 1) * self.batch_size
+        """(L + 1) P, and room for the spare groups."""
+        return (self.lead + 1) * self.batch_size + self.spare
 
     @property
     def free_slots(self) -> int:
@@ -159,7 +177,7 @@ class Gate:
             raise GateError(f"a replica says it serves version {version}; the newest published is {self._published}")
         if group is None:
             left = self._batches_left(self._next)
-            if self._to_come == 0 or (left is not None and len(self._open) >= self.batch_size * left):
+            if self._to_come == 0 or (left is not None and len(self._open) >= self.batch_size * left + self.spare):
                 return Refusal.END
             if self.free_slots <= 0:
                 return Refusal.SLOTS
@@ -240,6 +258,9 @@ class Gate:
         record.place = _Place.READY
         self._count(self._ready, record.deadline, 1)
         self._ready_total += 1
+        if self.spare:
+            self._ready_ever += 1
+            record.rank = self._ready_ever
 
     def drop(self, group: int, *, again: bool = False) -> None:
         """`group` leaves and frees its slot; with `again` its prompt comes back as another attempt."""
@@ -280,7 +301,10 @@ class Gate:
             self._count(self._counted, record.deadline, -1)
             del self._open[group]
         self._ready_total -= len(members)
-        batch = Batch(self._next, tuple(members), oldest)
+        surplus = tuple(sorted(self._open)) if self.spare else ()
+        for group in surplus:
+            self.drop(group, again=True)
+        batch = Batch(self._next, tuple(members), oldest, surplus)
         self._ahead = members
         self._unpublished[self._next] = len(members)
         self._next += 1
@@ -288,11 +312,11 @@ class Gate:
 
     def _choose(self, size: int) -> list[int]:
         rows = (
-            (record.deadline, group)
+            (record.deadline, record.rank, group)
             for group, record in self._open.items()
             if record.place is _Place.READY and record.deadline is not None
         )
-        return [group for _, group in heapq.nsmallest(size, rows)]
+        return [group for *_, group in heapq.nsmallest(size, rows)]
 
     def take_back(self, batch: int, lost: Iterable[int] = ()) -> None:
         """The commit of `batch` is undone before its start: its members are ready again, the `lost` to be issued."""
@@ -357,12 +381,14 @@ class Gate:
         n = 0
         for deadline in sorted({*self._counted, new}):
             n += self._counted.get(deadline, 0) + (deadline == new) - (deadline == old)
-            if deadline >= new and n > self._capacity(deadline, self._next):
+            if deadline >= new and n > self._capacity(deadline, self._next) + self.spare:
                 return Refusal.STALENESS
         return None
 
     def _first_unmet_deadline(self) -> int | None:
         """The least w at which the inequality would fail if the next batch were committed now."""
+        if self.spare:
+            return None  # what the commit leaves over is dropped
         n = ready = 0
         for deadline in sorted(self._counted):
             n += self._counted[deadline]
@@ -386,14 +412,15 @@ class Gate:
         if self.finished:
             return Blocked(self._next, Wait.END)
         missing, unmet = self._missing(), self._first_unmet_deadline()
+        to_come = self.free_slots if self._to_come is None else min(self._to_come, self.free_slots)
+        outstanding = len(self._open) - self._ready_total
+        if missing and outstanding + to_come <= missing:
+            # Nothing else could fill the batch: every group on its way is waited for.
+            return Blocked(self._next, Wait.READY, missing, outstanding, self.outstanding())
         if unmet is not None:
             due = self._on_their_way(unmet)
             return Blocked(self._next, Wait.DUE, missing, len(due) - self._capacity(unmet, self._next + 1), due)
-        to_come = self.free_slots if self._to_come is None else min(self._to_come, self.free_slots)
-        outstanding = len(self._open) - self._ready_total
-        # Nothing else could fill the batch: every group on its way is waited for.
-        groups = self.outstanding() if outstanding + to_come <= missing else ()
-        return Blocked(self._next, Wait.READY, missing, len(groups), groups)
+        return Blocked(self._next, Wait.READY, missing)
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 

@@ -23,16 +23,18 @@ class Wait(Enum):
     END = "end"  # the last batch is committed
     UNSTARTED = "unstarted"  # a committed batch has not started; at most one is committed ahead
     DUE = "due"  # groups that must be trained by now are still on their way
-    READY = "ready"  # too few groups are ready, none of them due
+    READY = "ready"  # too few groups are ready
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A commit: the members of batch `index` in group-id order, and for each the oldest version among its tokens."""
+    """A commit: the members of batch `index` in group-id order, and for each the oldest version among its tokens;
+    and the open groups that it dropped, where there were spares."""
 
     index: int
     groups: tuple[int, ...]
     oldest: tuple[int, ...]
+    surplus: tuple[int, ...] = ()
 
     @property
     def staleness(self) -> tuple[int, ...]:

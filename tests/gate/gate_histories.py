@@ -12,7 +12,7 @@ from relax.gate import Batch, Gate
 
 PACES = (0.03, 0.3, 1.0, 3.0)
 # Seldom enough for batches to get through.
-TROUBLE = dict.fromkeys(("kill", "lose", "lose_committed", "park", "straggle", "filter"), 0.1)
+TROUBLE = dict.fromkeys(("kill", "lose", "lose_committed", "park", "hand_back", "straggle", "filter"), 0.1)
 
 
 class DeadlockError(AssertionError):
@@ -36,6 +36,7 @@ class Setting:
     replicas: int = 2
     batches: int | None = 4  # num_rollout
     stream: int | None = None  # groups in the stream, None: endless
+    spare: int = 0  # groups issued beyond P, lockstep only
     partial: bool = False  # running groups survive an update of their replica
     first_token: bool = True  # the controller hears of first tokens, not only of finished groups
     early_start: bool = False  # the actor may start a batch before the critic has finished the one before
@@ -59,6 +60,7 @@ class Life:
     oldest: int | None = None
     finished: bool = False
     ready: bool = False
+    ready_at: int = 0  # counts up
 
 
 @dataclass
@@ -77,6 +79,8 @@ class World:
     sizes: dict[int, int] = field(default_factory=dict)
     unpublished: list[int] = field(default_factory=list)
     gone: int = 0  # groups dropped for good
+    readied: int = 0
+    surplus: int = 0
     staleness: list[int] = field(default_factory=list)
     strict: bool = True  # also compare every count of the gate with these books
     pace: dict[str, float] = field(default_factory=dict)
@@ -120,6 +124,7 @@ class World:
             "lose": [g for g, x in self.groups.items() if x.finished],
             "lose_committed": list(self.ahead[1]) if self.ahead else [],
             "park": [g for g, x in self.groups.items() if self.setting.partial and x.holder is not None],
+            "hand_back": [g for g, x in self.groups.items() if x.holder is not None and not x.finished],
             "straggle": pending,
             "filter": [g for g, x in self.groups.items() if x.finished],
         }
@@ -161,12 +166,14 @@ class World:
         self.groups[group].finished = True
 
     def ready(self, group: int) -> None:
-        self.groups[group].ready = True
+        self.readied += 1
+        self.groups[group].ready, self.groups[group].ready_at = True, self.readied
         self.gate.ready(group, self.groups[group].oldest)
 
     def commit(self, _: None) -> None:
         setting, gate = self.setting, self.gate
-        candidates = sorted((x.oldest, g) for g, x in self.groups.items() if x.ready)
+        ready = [(g, x) for g, x in self.groups.items() if x.ready]
+        candidates = sorted((x.oldest, x.ready_at if setting.spare else g, g) for g, x in ready)
         batch = gate.commit()
         assert isinstance(batch, Batch)
         for group, oldest in zip(batch.groups, batch.oldest, strict=True):
@@ -176,9 +183,13 @@ class World:
             if batch.index - life.oldest > setting.max_staleness:
                 raise BoundError(f"group {group} of version {life.oldest} in batch {batch.index}")
         if self.strict:
-            assert set(batch.groups) == {g for _, g in candidates[: len(batch.groups)]}, "not the most urgent"
+            assert set(batch.groups) == {g for *_, g in candidates[: len(batch.groups)]}, "not the most urgent"
         assert batch.groups == tuple(sorted(batch.groups))
         self.ahead = batch, {g: self.groups.pop(g) for g in batch.groups}
+        for group in batch.surplus:
+            self.groups.pop(group)
+        self.surplus += len(batch.surplus)
+        self.retries = [*batch.surplus, *self.retries]
         self.sizes[batch.index] = len(batch.groups)
 
     def start(self, _: None) -> None:
@@ -214,6 +225,11 @@ class World:
         life = self.groups[group]
         if not life.finished:
             self._lose(group, life, keep=life.oldest is not None)
+
+    def hand_back(self, group: int) -> None:
+        life = self.groups[group]
+        keep = self.setting.partial and life.oldest is not None and self.rng.random() < 0.5
+        self._lose(group, life, keep=keep)
 
     def lose(self, group: int) -> None:
         self._lose(group, self.groups[group], keep=False)
@@ -264,8 +280,9 @@ class World:
         used = len(self.groups) + sum(size for b, size in self.sizes.items() if b + 1 > shown)
         if self.ahead is None and gate.next_batch in self.sizes:
             used -= self.sizes[gate.next_batch]  # it was taken back: its members are open again
-        if used > (setting.lead + 1) * P:
-            raise SlotsError(f"{used} groups held, {(setting.lead + 1) * P} slots")
+        slots = (setting.lead + 1) * P + setting.spare
+        if used > slots:
+            raise SlotsError(f"{used} groups held, {slots} slots")
         assert not self.strict or gate.free_slots == gate.slots - used
         assert gate.in_flight == len(self.groups)
         assert gate.ready_groups == sum(x.ready for x in self.groups.values())
@@ -281,7 +298,7 @@ class World:
         last = float("inf") if gate.last_batch is None else gate.last_batch
         for w in sorted(set(deadlines)):
             n = sum(d <= w for d in deadlines)
-            if n > P * max(0, min(w, last) - gate.next_batch + 1):
+            if n > P * max(0, min(w, last) - gate.next_batch + 1) + setting.spare:
                 raise BoundError(f"n({w}) = {n}, next batch {gate.next_batch}, last {last}, deadlines {deadlines}")
 
     def step(self, fair: bool) -> bool:
@@ -302,7 +319,14 @@ class World:
 def run(setting: Setting, gate_class: type[Gate] = Gate, *, strict: bool = True) -> World:
     """Plays one history to its end; raises BoundError, SlotsError, DeadlockError or AssertionError."""
     last = None if setting.batches is None else setting.first_batch + setting.batches - 1
-    gate = gate_class(setting.batch_size, setting.max_staleness, setting.lead, last, first_batch=setting.first_batch)
+    gate = gate_class(
+        setting.batch_size,
+        setting.max_staleness,
+        setting.lead,
+        last,
+        first_batch=setting.first_batch,
+        spare=setting.spare,
+    )
     replicas = [Replica() for _ in range(setting.replicas)]
     world = World(
         setting, gate, random.Random(setting.seed), replicas, unpublished=[setting.first_batch], strict=strict

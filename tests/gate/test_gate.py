@@ -261,6 +261,44 @@ def test_a_resumed_run_begins_at_its_cut() -> None:
     assert gate.finished
 
 
+def test_spares_are_beyond_the_slots_and_the_first_ready_are_taken() -> None:
+    gate = Gate(2, 0, 0, spare=2)
+    gate.published(0)
+    for group in range(4):
+        gate.issue(group, 0)
+    assert gate.refusal(0) is Refusal.SLOTS
+    assert gate.commit() == Blocked(0, Wait.READY, missing=2)
+    gate.ready(3, 0)
+    gate.ready(1, 0)
+    gate.ready(0, 0)
+    assert train(gate) == Batch(0, (1, 3), (0, 0), surplus=(0, 2))
+    assert (gate.in_flight, gate.free_slots) == (0, 4)
+
+
+def test_spares_of_a_batch_taken_back_are_gone_and_others_may_be_issued() -> None:
+    gate = Gate(2, 0, 0, spare=1)
+    gate.published(0)
+    make_ready(gate, range(3), 0)
+    assert gate.commit() == Batch(0, (0, 1), (0, 0), surplus=(2,))
+    gate.take_back(0, lost=[1])
+    assert gate.can_issue(0, 1) and gate.can_issue(0)
+    make_ready(gate, [7], 0)
+    assert gate.commit() == Batch(0, (0, 7), (0, 0), surplus=(1,))
+
+
+def test_the_rest_of_a_stream_is_trained_although_it_was_surplus_before() -> None:
+    gate = Gate(2, 0, 0, spare=1)
+    gate.published(0)
+    make_ready(gate, range(3), 0)
+    gate.end()
+    assert train(gate).surplus == (2,)
+    assert gate.last_batch == 1
+    make_ready(gate, [3], 1)
+    assert gate.refusal(1) is Refusal.END
+    assert train(gate) == Batch(1, (3,), (1,))
+    assert gate.finished
+
+
 def test_tokens_older_than_the_replica_promised_are_refused() -> None:
     gate = opened(1, 2, 2)
     make_ready(gate, [0], 0)
@@ -315,6 +353,12 @@ def test_contradicting_reports_are_refused_and_change_nothing() -> None:
 def test_impossible_settings_are_refused(arguments: tuple[int, ...], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Gate(*arguments)
+
+
+@pytest.mark.parametrize(("max_staleness", "spare"), [(1, 1), (0, -1)])
+def test_spares_exist_in_lockstep_only(max_staleness: int, spare: int) -> None:
+    with pytest.raises(ValueError, match=f"spare = {spare}"):
+        Gate(1, max_staleness, 0, spare=spare)
 
 
 def test_the_gate_depends_on_nothing() -> None:

@@ -7,7 +7,7 @@ from gate_histories import BoundError, DeadlockError, Setting, SlotsError, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax.gate import Gate
+from relax.gate import Batch, Blocked, Gate
 
 
 @st.composite
@@ -22,6 +22,7 @@ def histories(draw: st.DrawFn) -> Setting:
         max_staleness=max_staleness,
         lead=lead,
         interval=draw(st.integers(1, lead + 1)),
+        spare=0 if max_staleness else draw(st.sampled_from([0, 0, 1, 3])),
         replicas=draw(st.integers(1, 3)),
         batches=batches,
         stream=stream,
@@ -120,7 +121,35 @@ class TrustsParkedGroups(Gate):
         super().sampled(group, oldest)
 
 
+class KeepsTheSurplus(Gate):
+    """Leaves spare groups open for the next batch."""
+
+    def commit(self) -> Batch | Blocked:
+        dropping, self.drop = self.drop, lambda group, again=False: None
+        batch = super().commit()
+        self.drop = dropping
+        return dataclasses.replace(batch, surplus=()) if isinstance(batch, Batch) else batch
+
+
+class TakesSparesByTheirId(Gate):
+    def ready(self, group: int, oldest: int) -> None:
+        super().ready(group, oldest)
+        self._open[group].rank = 0
+
+
+class SparesWithoutEnd(Gate):
+    """Counts the spare groups in no limit, as if any number of them could be outside."""
+
+    def _refuse_move(self, old: int | None, new: int) -> None:
+        return None
+
+    @property
+    def free_slots(self) -> int:
+        return 1
+
+
 CROWDED = Setting(batch_size=2, max_staleness=2, lead=2, replicas=3, batches=20, trouble=1500)
+SPARES = dataclasses.replace(CROWDED, max_staleness=0, lead=0, spare=2)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +162,8 @@ CROWDED = Setting(batch_size=2, max_staleness=2, lead=2, replicas=3, batches=20,
         (CommitsWithoutTheInequality, CROWDED, BoundError),
         (IssuesWithoutTheInequality, CROWDED, (BoundError, DeadlockError)),
         (TrustsParkedGroups, dataclasses.replace(CROWDED, partial=True), BoundError),
+        (KeepsTheSurplus, SPARES, BoundError),
+        (SparesWithoutEnd, SPARES, SlotsError),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -140,3 +171,14 @@ def test_a_wrong_rule_is_found_out(rule: type[Gate], setting: Setting, failure: 
     with pytest.raises(failure):
         for seed in range(400):
             run(dataclasses.replace(setting, seed=seed), rule, strict=False)
+
+
+def test_spares_that_are_not_taken_by_their_readiness_are_found_out() -> None:
+    with pytest.raises(AssertionError, match="not the most urgent"):
+        for seed in range(400):
+            run(dataclasses.replace(SPARES, seed=seed), TakesSparesByTheirId)
+
+
+def test_spares_are_used_and_dropped_in_these_histories() -> None:
+    worlds = [run(dataclasses.replace(SPARES, seed=seed)) for seed in range(10)]
+    assert all(world.surplus > 0 for world in worlds)
