@@ -42,7 +42,7 @@ LINES: dict[str, list[tuple[str, dict[str, str]]]] = {
         ("--max-staleness 1 --use-tis", {"--max-staleness": "Set --max-staleness 0."}),
         ("--disable-rewards-normalization", {"--disable-rewards-normalization": "Leave --disable-rewards-"}),
         ("--normalize-advantages", {"--normalize-advantages": "Leave --normalize-advantages out."}),
-        ("--partial-rollout", {"--partial-rollout": "leave it off"}),
+        ("--partial-rollout", {"--partial-rollout": "Leave --partial-rollout out"}),
         (
             "--num-epoch 1 --num-rollout none --rollout-batch-size 6",
             {"--num-epoch": "Set --rollout-batch-size 5 or 10"},

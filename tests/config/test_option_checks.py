@@ -34,6 +34,8 @@ LEGAL: list[dict[str, Any]] = [
     {"max_staleness": 2, "use_tis": True},
     {"max_staleness": 2, "use_rollout_logprobs": True},
     {"max_staleness": 2, "no_off_policy_correction": True},
+    {"max_staleness": 1, "use_tis": True, "partial_rollout": True},
+    {"max_staleness": 1, "use_tis": True, "partial_rollout": True, "mask_offpolicy_in_partial_rollout": True},
     {"max_staleness": 4, "rollout_lead": 3, "update_weights_interval": 4, "use_tis": True},
     {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "min_lr": 1e-7},
     {"num_rollout": None, "num_epoch": 1},
@@ -62,6 +64,12 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ),
     ({"max_staleness": 1, "rollout_lead": 2, "use_tis": True}, "--rollout-lead", ["--max-staleness is 1", "at most 1"]),
     ({"update_weights_interval": 2}, "--update-weights-interval", ["--max-staleness is too small", "at least 1"]),
+    ({"partial_rollout": True}, "--partial-rollout", ["in lockstep", "--max-staleness to 1 or more"]),
+    (
+        {"max_staleness": 1, "use_tis": True, "mask_offpolicy_in_partial_rollout": True},
+        "--mask-offpolicy-in-partial-rollout",
+        ["cannot act", "Add --partial-rollout"],
+    ),
     (
         {"max_staleness": 8, "update_weights_interval": 4, "use_tis": True},
         "--update-weights-interval",
