@@ -1,0 +1,121 @@
+"""The actor of a run without a model: takes real batches, trains for a given time, publishes real versions of little.
+
+Receives and sends what the actor does. Its weights are one small tensor that holds the version, so every version
+travels the way of every other weight: store, manifest, announcement, load.
+
+Time is kept as a plan, like the engine's: a batch that was there when the one before it ended began at that moment,
+however late this process woke up.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from relax.metrics import Metrics
+from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch, Trained
+from relax.services.publishing import Publishing, Staged
+from relax.services.service import Context
+from relax.services.trainer import Trainer
+from relax.weights.manifest import Manifest
+from relax.weights.publication import Publisher
+from relax.weights.store import ChunkStore
+
+WEIGHTS = 256
+"""float32 values of the one tensor."""
+
+
+class SimulatedActor(Trainer):
+    role = "actor"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._arrived: dict[int, float] = {}  # batch -> when it came; all times are monotonic seconds
+        self._trained_at = 0.0  # planned end of the last batch
+        self._offered_at: dict[int, float] = {}  # version -> planned moment from which it is published
+        self._published_at = 0.0  # planned end of the last publication
+
+    def handlers(self) -> dict[type, Any]:
+        return super().handlers() | {Finish: self.on_finish, FetchChunk: self.on_fetch_chunk}
+
+    async def prepare(self) -> None:
+        self.store = ChunkStore(self.run.shm_dir, create=True)
+        self.publisher = Publisher(
+            self.store, run_id=self.run.run_id, lineage=self.lineage, manifests=self.run.weights_dir
+        )
+        self.publishing = Publishing(self._stage, self._publish, self._published)
+        self.spawn(self.publishing.run(), "publishing")
+        # Version 0 is part of the start, which takes no simulated time.
+        await self._offer(0, time.monotonic() - self.options.sim_publish_seconds)
+        self.begin()
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    async def on_train_batch(self, message: TrainBatch, sender: Any) -> None:
+        self._arrived[message.batch] = time.monotonic()
+        await super().on_train_batch(message, sender)
+
+    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
+        fetching = time.monotonic()
+        self.report(Started(batch))
+        tensors = await self.tensors(message)
+        fetched = time.monotonic()
+        begun = max(self._arrived.pop(batch), self._trained_at)
+        self._trained_at = begun + self.options.sim_train_seconds
+        await _until(self._trained_at)
+        self.version.reach(batch + 1)
+        metrics = Metrics()
+        metrics.sum("perf/trainer_wait_s/batch", waited)
+        metrics.sum("perf/trainer_wait_s/publication", 0.0)
+        metrics.sum("perf/trainer_wait_s/payload", fetched - fetching)
+        metrics.sum("perf/train_s", self.options.sim_train_seconds)
+        metrics.update(self.publishing.take())
+        metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
+        self.report(Trained(batch, metrics.wire()))
+        groups = [lease.group for lease in message.leases]
+        self.log.info("batch_trained", batch=batch, version=batch + 1, groups=groups)
+        if (batch + 1) % self.options.update_weights_interval == 0:
+            await self._offer(batch + 1, self._trained_at)
+
+    # --- weights -----------------------------------------------------------------------------------------------------
+
+    async def _offer(self, version: int, at: float) -> None:
+        self._offered_at[version] = at
+        await self.publishing.offer(version, version * self.options.num_steps_per_rollout, changed=True)
+
+    async def _stage(self, place: int) -> None:
+        """What a version holds follows from its number."""
+
+    async def _publish(self, staged: Staged) -> Manifest:
+        begun = max(self._offered_at[staged.version], self._published_at)
+        self._offered_at = {version: at for version, at in self._offered_at.items() if version > staged.version}
+        self._published_at = begun + self.options.sim_publish_seconds
+        await _until(self._published_at)
+        weights = [("simulated.version", np.full(WEIGHTS, staged.version, np.float32))]
+        publish, wait = self.publisher.publish, self.options.peer_timeout
+        return await asyncio.to_thread(publish, staged.version, staged.step, weights, wait=wait)
+
+    def _published(self, staged: Staged, manifest: Manifest) -> None:
+        self.counters["published"] = staged.version
+        self.report(Published(staged.version, manifest.to_json()))
+
+    async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
+        data = await asyncio.to_thread(self.store.read_chunk, message.digest)
+        return Chunk(np.frombuffer(data or b"", np.uint8))
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def on_finish(self, message: Finish, sender: Any) -> Finished:
+        """There is no model to export."""
+        async with self.busy:
+            last = self.version.value
+            if self.publishing.offered != last:
+                await self._offer(last, time.monotonic())
+            self.activity = f"publishing version {last}"
+            await self.publishing.published.wait(last, self.options.stall_timeout)
+        return Finished(last, "")
+
+
+async def _until(moment: float) -> None:
+    await asyncio.sleep(max(0.0, moment - time.monotonic()))
