@@ -82,7 +82,9 @@ class Actor(Trainer):
         metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
         self.report(Trained(batch, metrics.wire()))
-        self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=round(trained - fetched, 3))
+        groups = [lease.group for lease in message.leases]
+        seconds = round(trained - fetched, 3)
+        self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=seconds, groups=groups)
         if (batch + 1) % self.options.update_weights_interval == 0:
             await self._offer(batch + 1)
 
