@@ -26,7 +26,7 @@ def check_tail(options: Any) -> list[Violation]:
         told = f"{problem}, and how many prompts {flag('overlong_prompts')} filter leaves in is not known beforehand"
         fix = f"End the run with {flag('num_rollout')} alone, or set {flag('overlong_prompts')} refuse."
         return [Violation(flag("num_epoch"), epochs, told, fix)]
-    prompts = _length(options)
+    prompts = prompt_count(options)
     if prompts is None:
         return []
     total = prompts * epochs
@@ -46,14 +46,15 @@ def planned_batches(options: Any) -> int | None:
     beforehand: how many prompts --overlong-prompts filter leaves, or the prompts are on another host."""
     if options.num_epoch is None:
         return options.num_rollout
-    prompts = None if options.overlong_prompts == "filter" else _length(options)
+    prompts = None if options.overlong_prompts == "filter" else prompt_count(options)
     if prompts is None:
         return None
     batches = -(-prompts * options.num_epoch // options.rollout_batch_size)
     return min(batches, options.num_rollout or batches)
 
 
-def _length(options: Any) -> int | None:
+def prompt_count(options: Any) -> int | None:
+    """The rows of --prompt-data; None where they cannot be opened on this host."""
     from relax.data import DataError, open_source
     from relax.data.generated import default_size, parse_spec
     from relax.data.sources import REASONING_GYM

@@ -1,0 +1,137 @@
+"""From a run's options and topology to the settings that are planned."""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax.config.checks import check_options
+from relax.config.fields import flag
+from relax.config.flags import Given
+from relax.config.options import Options
+from relax.config.resolve import Resolved, accepted, resolve
+from relax.config.simulated import is_simulated
+from relax.config.tail import prompt_count
+from relax.config.violation import ConfigError, Violation
+from relax.planner.draws import Lengths
+from relax.planner.setting import Setting
+from relax.simulation.checks import check as check_simulation
+from relax.simulation.lengths import LengthModel
+from relax.simulation.speed import SpeedModel
+
+SWEEP = (0, 1, 2, 4, 8)
+# What stands for the machines. Their defaults are those of a simulated run; for a real one nobody knows them but its
+# user.
+MEASURED = ("sim_length", "sim_tokens_per_second", "sim_train_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """`settings` is what is planned, in the order of the table; `own` is the run as it is configured; `left_out` says
+    which points of the sweep make no run, and why."""
+
+    resolved: Resolved
+    own: Setting
+    settings: tuple[Setting, ...]
+    left_out: tuple[str, ...]
+    lengths: Lengths
+    prompts: int
+
+    @property
+    def options(self) -> Options:
+        return self.resolved.options
+
+
+def read(given: Given) -> Inputs:
+    """Checks a run and its sweep as the launcher would, but for what needs the machines of the run. Raises ConfigError
+    with every reason."""
+    own = given.own
+    resolved = resolve(given.options, own.topology, given.violations, given.suspects)
+    resolved = accepted(resolved, _checks, lambda r: check_simulation(r.options), lambda r: _plot(own.plot))
+    options = resolved.options
+    prompts = own.prompts or prompt_count(options)
+    if prompts is None:
+        problem = "cannot be opened here, and the order of the prompts follows from their number"
+        fix = "Give the number with --prompts N, or the path of the data."
+        raise ConfigError([Violation("--prompt-data", options.prompt_data, problem, fix)])
+    lengths = Lengths(
+        LengthModel.parse(options.sim_length),
+        seed=options.seed,
+        prompts=prompts,
+        samples=options.n_samples_per_prompt,
+        longest=options.rollout_max_response_len,
+        epochs=options.num_epoch,
+    )
+    setting = _setting(resolved, own)
+    settings, left_out = [], []
+    for point in _points(options, setting, own):
+        at = f"S = {point.max_staleness}, L = {point.lead}"
+        if point.problem is None:
+            settings.append(point)
+        else:
+            left_out.append(f"{at}: {point.problem}")
+    if not settings:
+        raise ConfigError([Violation("--sweep-staleness", _text(own.sweep_staleness), left_out[0], "Plan others.")])
+    return Inputs(resolved, setting, tuple(settings), tuple(left_out), lengths, prompts)
+
+
+def _checks(resolved: Resolved) -> Iterator[Violation]:
+    # The launcher refuses these where no engine is simulated; here they are what is asked.
+    yield from (v for v in check_options(resolved) if not v.option.startswith("--sim-"))
+    if is_simulated(resolved.topology):
+        return
+    for name in MEASURED:
+        if not resolved.options.is_set(name) and name not in resolved.suspects:
+            problem = "is needed to plan a run whose engines are real"
+            fix = f"Give {flag(name)}, as measured in a short run: see docs/operations.md."
+            yield Violation(flag(name), "", problem, fix)
+
+
+def _plot(path: Path | None) -> list[Violation]:
+    if path is None:
+        return []
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        return [Violation("--plot", str(path), "is no kind of picture", "Name a .png, .svg or .pdf file.", "flag")]
+    if not path.absolute().parent.is_dir():
+        return [Violation("--plot", str(path), "its directory does not exist", "Create it first.", "flag")]
+    return []
+
+
+def _setting(resolved: Resolved, own: argparse.Namespace) -> Setting:
+    options = resolved.options
+    assert resolved.topology is not None
+    names = tuple(service.name for service in resolved.topology.role("rollout"))
+    speed = SpeedModel.parse(options.sim_tokens_per_second)
+    return Setting(
+        replicas=names,
+        speeds=tuple(speed.of(i) for i in range(len(names))),
+        slots=options.sim_slots,
+        credit=options.rollout_credit,
+        batch_size=options.rollout_batch_size,
+        samples=options.n_samples_per_prompt,
+        max_staleness=options.max_staleness,
+        lead=options.rollout_lead,
+        train_seconds=options.sim_train_seconds,
+        batches=options.num_rollout,
+        publish_seconds=options.sim_publish_seconds,
+        load_seconds=own.load_seconds,
+        score_seconds=own.score_seconds,
+        hop_seconds=own.hop_seconds,
+        interval=options.update_weights_interval,
+        straggler_timeout=options.straggler_timeout,
+        partial_rollout=options.partial_rollout,
+        mask_offpolicy=options.mask_offpolicy_in_partial_rollout,
+        over_sampling=options.over_sampling_batch_size,
+    )
+
+
+def _points(options: Options, setting: Setting, own: argparse.Namespace) -> list[Setting]:
+    """The settings of the sweep, each once, by staleness and lead."""
+    bounds = own.sweep_staleness or sorted({*SWEEP, options.max_staleness})
+    leads = own.sweep_lead or ([options.rollout_lead] if options.is_set("rollout_lead") else [2])
+    points = [setting.at(bound, lead) for bound in bounds for lead in leads]
+    return sorted(dict.fromkeys(points), key=lambda point: (point.max_staleness, point.lead))
+
+
+def _text(numbers: list[int] | None) -> str:
+    return ",".join(map(str, numbers or ()))

@@ -1,0 +1,56 @@
+"""What is planned: one setting of a run, as plain numbers."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One run. Times in seconds; a *hop* is the way of one message from service to service.
+
+    Raises ValueError for numbers that make no run; `problem` says so without raising.
+    """
+
+    replicas: tuple[str, ...]  # names, as the topology gives them
+    speeds: tuple[float, ...]  # tokens per second of one slot, a replica
+    slots: int  # of one replica
+    credit: int  # groups a replica takes at a time
+    batch_size: int  # P, groups
+    samples: int  # of a group
+    max_staleness: int
+    lead: int
+    train_seconds: float
+    batches: int | None = None  # None: until the prompts end
+    publish_seconds: float = 0.0
+    load_seconds: float = 0.0
+    score_seconds: float = 0.0
+    hop_seconds: float = 0.0
+    interval: int = 1
+    straggler_timeout: float | None = None
+    partial_rollout: bool = False
+    mask_offpolicy: bool = False
+    over_sampling: int | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why the run would be refused at this max-staleness and lead."""
+        if min(self.max_staleness, self.lead) < self.interval - 1:
+            return f"--update-weights-interval {self.interval} needs S and L of at least {self.interval - 1}"
+        if self.partial_rollout and self.max_staleness == 0:
+            return "--partial-rollout cannot act in lockstep"
+        if self.over_sampling is not None and self.max_staleness > 0:
+            return "--over-sampling-batch-size acts in lockstep only"
+        return None
+
+    @property
+    def slot_seconds(self) -> float:
+        """Slots of all replicas: their seconds of work in a second."""
+        return self.slots * len(self.replicas)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all slots of all replicas, while all are busy."""
+        return self.slots * sum(self.speeds)
+
+    def at(self, max_staleness: int, lead: int) -> "Setting":
+        """The same run with another bound."""
+        return replace(self, max_staleness=max_staleness, lead=min(lead, max_staleness))
