@@ -14,6 +14,7 @@ from relax.protocol.errors import Refused
 from relax.protocol.faults import Faults
 from relax.protocol.frames import Limits
 from relax.protocol.security import Security
+from relax.protocol.tally import telling
 
 log = structlog.get_logger("relax.protocol")
 
@@ -75,7 +76,8 @@ class Core:
         header = self.packer.pack([*self.address(link), *rest])
         return [head(act, flags, number, base, header) + header]
 
-    def socket(self, kind: int) -> zmq.Socket:
+    def socket(self, kind: int, endpoint: str) -> zmq.Socket:
+        """A socket that is about to bind to `endpoint` (ROUTER) or connect to it (DEALER)."""
         bounds, socket = self.bounds, self.context.socket(kind)
         socket.linger = 0
         # Windows bound what is on its way; the marks only keep a peer that ignores its window from filling memory.
@@ -87,13 +89,13 @@ class Core:
             # Without a connection nothing is queued: a message to an absent peer stays in its window, once.
             socket.immediate = 1
             socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-        self.security.apply(socket, server=kind == zmq.ROUTER)
+        self.security.apply(socket, endpoint, server=kind == zmq.ROUTER)
         return socket
 
     def refused(self, refused: Refused) -> None:
-        """Count a refusal, and log it ever more rarely: a flood of refusals must not become a flood of log lines."""
+        """Count a refusal, and log it ever more rarely."""
         self.counters["refused"] += 1
         self.counters[f"refused_{refused.reason}"] += 1
         seen = self.counters[f"refused_{refused.reason}"]
-        if seen & (seen - 1) == 0:
+        if telling(seen):
             log.warning("message_refused", reason=refused.reason, error=str(refused), count=seen)

@@ -7,12 +7,15 @@ is owned through an flock on a file beside it, which a death frees.
 import contextlib
 import fcntl
 import os
+from collections import Counter
 from pathlib import Path
 
 import zmq
 
+from relax.protocol.doorkeeper import Doorkeeper
 from relax.protocol.errors import BindFailed
-from relax.protocol.security import Security, host_of
+from relax.protocol.handshakes import Refusals
+from relax.protocol.security import Security, host_of, port_of
 
 IPC_PATH_MAX = 107
 _WILDCARDS = ("0.0.0.0", "::", "*", "")
@@ -21,9 +24,11 @@ _WILDCARDS = ("0.0.0.0", "::", "*", "")
 class Binding:
     """A bound socket's endpoint: `endpoint` is the real one, as peers shall use it."""
 
-    def __init__(self, socket: zmq.Socket, endpoint: str, security: Security) -> None:
-        """Raises BindFailed naming the endpoint and the reason."""
+    def __init__(self, socket: zmq.Socket, endpoint: str, security: Security, counters: Counter[str]) -> None:
+        """Raises BindFailed naming the endpoint and the reason. `counters` get what is refused there."""
         self._socket, self._lock, self._path = socket, -1, Path()
+        self._doorkeeper: Doorkeeper | None = None
+        self._refusals: Refusals | None = None
         security.check_bind(endpoint)
         if endpoint.startswith("ipc://"):
             self._path = Path(endpoint.removeprefix("ipc://"))
@@ -33,12 +38,18 @@ class Binding:
                 raise BindFailed(endpoint, "a wildcard is no address that peers can connect to; name the interface")
         elif not endpoint.startswith("inproc://"):
             raise BindFailed(endpoint, "not one of ipc://PATH, tcp://HOST:PORT (0: any free port), inproc://NAME")
+        if endpoint.startswith("tcp://"):
+            self._refusals = Refusals(socket, counters)
+        if security.guards(endpoint):
+            self._doorkeeper = Doorkeeper.hire(socket.context)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
-            self._unlock()
+            self._give_up()
             raise BindFailed(endpoint, error.strerror or str(error)) from error
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT) or endpoint
+        if self._refusals is not None:
+            self._refusals.port = port_of(self.endpoint)
         if self._lock >= 0:
             self._path.chmod(0o600)
 
@@ -48,9 +59,14 @@ class Binding:
             self._socket.unbind(self.endpoint)
         if self._lock >= 0:
             self._path.unlink(missing_ok=True)
-            self._unlock()
+        self._give_up()
 
-    def _unlock(self) -> None:
+    def _give_up(self) -> None:
+        if self._refusals is not None:
+            self._refusals.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.dismiss()
+            self._doorkeeper = None
         if self._lock >= 0:
             _lock_path(self._path).unlink(missing_ok=True)
             os.close(self._lock)

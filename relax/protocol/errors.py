@@ -55,10 +55,21 @@ class PeerSilent(ProtocolError, TimeoutError):
 
     `waited` is in seconds. `heard` is how many seconds ago anything came from that peer, or None if nothing ever did:
     a peer that was just heard is alive and slow, one that never was is dead, misaddressed or not yet started.
+    `no_connection` says why the last attempt to connect to it failed, where it did.
     """
 
-    def __init__(self, peer: str, kind: str, waited: float, heard: float | None = None, problem: str = "") -> None:
+    def __init__(
+        self,
+        peer: str,
+        kind: str,
+        waited: float,
+        heard: float | None = None,
+        problem: str = "",
+        no_connection: str = "",
+    ) -> None:
         seen = "nothing was ever heard from it" if heard is None else f"last heard {heard:.1f} s ago"
+        if no_connection:
+            seen += f"; the last attempt to connect failed: {no_connection}"
         super().__init__(f"{peer} did not {problem or 'acknowledge'} {kind} within {waited:.1f} s ({seen})")
         self.peer, self.kind, self.waited, self.heard = peer, kind, waited, heard
 

@@ -34,6 +34,7 @@ from relax.protocol.envelope import (
 )
 from relax.protocol.errors import PeerError, PeerForgotten, PeerRefused, PeerSilent, Refused
 from relax.protocol.frames import Packed
+from relax.protocol.handshakes import Handshakes
 from relax.protocol.pump import Pump
 
 Done = asyncio.Future[Any]
@@ -80,6 +81,8 @@ class Link:
         self._progress = False
         self._interval = core.bounds.probe
         self._probe_due = False
+        self._handshakes: Handshakes | None = None
+        self._no_connection = ""  # why the last one failed; empty once something was heard
         self._pump = self._connect()
 
     # --- what the mailbox calls --------------------------------------------------------------------------------------
@@ -129,7 +132,7 @@ class Link:
     def silent(self, parcel: Parcel, problem: str = "") -> PeerSilent:
         now = self.core.loop.time()
         heard = None if self.heard is None else now - self.heard
-        return PeerSilent(str(self.peer), parcel.kind, now - parcel.since, heard, problem)
+        return PeerSilent(str(self.peer), parcel.kind, now - parcel.since, heard, problem, self._no_connection)
 
     def close(self, error: Exception | None = None) -> None:
         """Give up everything that is still on its way."""
@@ -141,21 +144,35 @@ class Link:
         self.unacked.clear()
         self.waiting.clear()
         self.asks.clear()
-        self._pump.close(linger_ms=0)
+        self._disconnect()
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
     def _connect(self) -> Pump:
-        socket = self.core.socket(zmq.DEALER)
+        socket = self.core.socket(zmq.DEALER, self.endpoint)
         if self.endpoint.startswith("tcp://"):
             socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+            self._handshakes = Handshakes(socket, self._connection_failed)
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
+            if self._handshakes is not None:
+                self._handshakes.close()
             socket.close(linger=0)
             raise ValueError(f"{self.endpoint!r} is no endpoint to connect to: {error.strerror}") from error
         frames = self.core.bounds.limits.frames + 2
         return Pump(socket, routed=False, max_frames=frames, on_message=self._received, on_writable=self._flush)
+
+    def _disconnect(self) -> None:
+        if self._handshakes is not None:
+            self._handshakes.close()
+        self._pump.close(linger_ms=0)
+
+    def _connection_failed(self, reason: str) -> None:
+        self.core.counters["failed_connections"] += 1
+        if not self._no_connection:
+            log.warning("connection_failed", peer=str(self.peer), reason=reason)
+        self._no_connection = reason
 
     def _send(self, frames: list[Any]) -> bool:
         faults = self.core.faults
@@ -214,9 +231,9 @@ class Link:
             self._interval = self.core.bounds.probe
         else:
             self._interval = min(2 * self._interval, self.core.bounds.probe_max)
-            if not self._probe() and self.endpoint.startswith("inproc://"):
-                # inproc never reconnects by itself.
-                self._pump.close(linger_ms=0)
+            if not self._probe() and (self._no_connection or self.endpoint.startswith("inproc://")):
+                # inproc never reconnects by itself, nor does zmq after a handshake that broke the protocol.
+                self._disconnect()
                 self._pump = self._connect()
         self._arm()
 
@@ -241,7 +258,7 @@ class Link:
                 return
             if core.run_id != STRANGER and (envelope.run_id, envelope.lineage) != (core.run_id, core.lineage):
                 raise Refused("run", "an answer from another run or lineage", field="run_id")
-            self.heard = core.loop.time()
+            self.heard, self._no_connection = core.loop.time(), ""
             if isinstance(self.peer, str) or self.peer.incarnation != envelope.incarnation:
                 self.peer = Peer(envelope.name, self.endpoint, envelope.incarnation)
             if envelope.act == ACK:

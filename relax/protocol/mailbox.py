@@ -41,7 +41,8 @@ class Mailbox:
     to the service unless `on` declared it tolerable.
 
     `counters` only grow: received, duplicates, repeated, out_of_order, out_of_window, unroutable, stale, deferred,
-    probes, refused and refused_<reason>, refused_by_peer, tolerated, failed_answers.
+    probes, refused and refused_<reason>, refused_by_peer, refused_connections, failed_connections, tolerated,
+    failed_answers.
     """
 
     def __init__(
@@ -83,9 +84,9 @@ class Mailbox:
         me = Peer(self.name, "", self.incarnation)
         core = Core(me, self.run_id, self.lineage, self.bounds, self.security, self.faults, context, loop)
         core.counters = self.counters
-        socket = core.socket(zmq.ROUTER)
+        socket = core.socket(zmq.ROUTER, self.bind)
         try:
-            self._binding = Binding(socket, self.bind, self.security)
+            self._binding = Binding(socket, self.bind, self.security, self.counters)
         except BaseException:
             socket.close(linger=0)
             raise
