@@ -198,6 +198,21 @@ class Release:
     leases: tuple[Lease, ...]
 
 
+# anybody in the run -> service: which draws do you work on? Reply: Holdings.
+@message
+class Inventory:
+    pass
+
+
+# service -> who asked, reply to Inventory. A draw is named from its arrival until the next stage has acknowledged it;
+# by advantages until it is released, by actor and critic until the controller has their `Trained`. So from the replica
+# that got it to its end there is no moment at which nobody names it: ask in the order of the stages, and a draw that is
+# open and that no answer names is lost.
+@message
+class Holdings:
+    leases: tuple[Lease, ...]
+
+
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from relax.metrics import Metrics
-from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch, Trained
+from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch
 from relax.services.actor_work import PUBLICATION, ActorWork
 from relax.services.publishing import Publishing, Staged
 from relax.services.ranks import Leader, Ranks
@@ -81,7 +81,7 @@ class Actor(Trainer):
         metrics.sum("perf/train_s", trained - fetched)
         metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
-        self.report(Trained(batch, metrics.wire()))
+        self.report_trained(batch, metrics)
         groups = [lease.group for lease in message.leases]
         seconds = round(trained - fetched, 3)
         self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=seconds, groups=groups)

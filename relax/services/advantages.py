@@ -75,7 +75,14 @@ class Advantages(Service):
     async def on_scored(self, message: Scored, sender: Any) -> None:
         self.spawn(self._take(message), f"group {message.order.lease.group}")
 
+    def holds(self) -> Iterable[Lease]:
+        return [group.order.lease for group in self.groups.values()]
+
     async def _take(self, message: Scored) -> None:
+        with self.working_on(message.order.lease):
+            await self._weigh(message)
+
+    async def _weigh(self, message: Scored) -> None:
         lease = message.order.lease
         sampled = await take_group(self, self.payloads, lease, message.payload)
         if sampled is None:

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from relax.metrics import Metrics
-from relax.protocol.messages import TrainBatch, Trained, Values, ValuesRequest
+from relax.protocol.messages import TrainBatch, Values, ValuesRequest
 from relax.protocol.tensors import Responses
 from relax.services.critic_work import CriticWork
 from relax.services.ranks import Ranks
@@ -63,5 +63,5 @@ class Critic(Trainer):
         seconds = time.monotonic() - started
         metrics.sum("perf/critic_wait_s", waited)
         metrics.sum("perf/critic_train_s", seconds)
-        self.report(Trained(batch, metrics.wire()))
+        self.report_trained(batch, metrics)
         self.log.info("batch_trained", batch=batch, version=self.version.value, seconds=round(seconds, 3))

@@ -52,7 +52,11 @@ class Reward(Service):
         self.spawn(self._score(message), f"score {message.order.lease.group}")
 
     async def _score(self, message: Score) -> None:
-        await self._ready.wait()
+        with self.working_on(message.order.lease):
+            await self._ready.wait()
+            await self._pass_on(message)
+
+    async def _pass_on(self, message: Score) -> None:
         lease = message.order.lease
         group = await take_group(self, self.payloads, lease, message.payload)
         if group is None:
@@ -67,7 +71,7 @@ class Reward(Service):
         rewards = np.array([np.nan if s.value is None else s.value for s in scores], np.float64)
         self.report(RewardDone(lease))
         advantages = await self.member("advantages")
-        self.send(advantages.endpoint, Scored(message.order, message.payload, rewards))
+        await self.tell(advantages.endpoint, Scored(message.order, message.payload, rewards))
 
     def _items(self, order: GroupOrder, group: SampledGroup) -> list[Item]:
         row = json.loads(order.row)

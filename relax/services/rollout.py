@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from relax.engines.base import BadResult, Request, RequestRefused, Result
@@ -26,6 +26,7 @@ from relax.protocol.messages import (
     Generate,
     GroupOrder,
     HandedBack,
+    Lease,
     Leaving,
     Rejected,
     Release,
@@ -91,6 +92,9 @@ class Rollout(Service):
         self.spawn(self._follow_versions(), "weights")
         self._settle()
 
+    def holds(self) -> Iterable[Lease]:
+        return [draw.order.lease for held in (self.queued, self.running) for draw in held.values()]
+
     async def release(self) -> None:
         await self.engine.shutdown()
 
@@ -153,7 +157,8 @@ class Rollout(Service):
         # From here to the report nothing is awaited: a `Serving` that does not name the group comes after it.
         self._done(draw)
         if sampling.finished(samples):
-            await self._finish(draw.order, samples)
+            with self.working_on(draw.order.lease):
+                await self._finish(draw.order, samples)
         else:
             self._hand_back(draw.order, samples)
 
@@ -168,7 +173,7 @@ class Rollout(Service):
         self.report(Sampled(lease, oldest, int(group.response_lens.sum())))
         reward = await self.member("reward", lease.group)
         # What was parked is part of the payload now.
-        self.send(reward.endpoint, Score(dataclasses.replace(order, parked=None), payload))
+        await self.tell(reward.endpoint, Score(dataclasses.replace(order, parked=None), payload))
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:

@@ -7,6 +7,7 @@ Everything else, from the first `Register` to the exit code, is here and the sam
 import asyncio
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,9 @@ from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import (
     Heartbeat,
     HeartbeatReceived,
+    Holdings,
+    Inventory,
+    Lease,
     Member,
     Members,
     Register,
@@ -84,6 +88,7 @@ class Service:
         self.activity = "starting"
         self.clean = False  # told to end, not failed: `release` may say goodbye to others
         self.num_batches: int | None = None
+        self._worked_on: set[tuple[Lease, ...]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._members_changed = asyncio.Event()
         self._ended: asyncio.Future[int]
@@ -96,6 +101,10 @@ class Service:
 
     async def prepare(self) -> None:
         """Load what the service needs. It is a member already and its messages wait in the mailbox."""
+
+    def holds(self) -> Iterable[Lease]:
+        """The draws that wait here, beside those that something is `working_on` (see `Inventory`)."""
+        return ()
 
     async def release(self) -> None:
         """Let go of engines, pools and threads. Runs once, bounded, however the service ends."""
@@ -128,6 +137,7 @@ class Service:
             await self.mailbox.start()
             self.mailbox.on(Members, self._on_members)
             self.mailbox.on(Shutdown, self._on_shutdown)
+            self.mailbox.on(Inventory, self._on_inventory)
             self._watch(self.mailbox.failed)
             for message, handler in self.handlers().items():
                 self.mailbox.on(message, handler)
@@ -208,12 +218,22 @@ class Service:
 
     def send(self, endpoint: str, message: Any) -> None:
         """Tell without waiting for the acknowledgement; a peer silent past the peer timeout ends this service."""
-        self.spawn(self._tell(endpoint, message), f"tell {type(message).__name__}")
+        self.spawn(self.tell(endpoint, message), f"tell {type(message).__name__}")
 
-    async def _tell(self, endpoint: str, message: Any) -> None:
+    async def tell(self, endpoint: str, message: Any) -> None:
+        """Returns when the peer has acknowledged it, or has left the run."""
         # What was on its way to a member that has left is nobody's failure: the ledger knows what was not delivered.
         with contextlib.suppress(PeerForgotten):
             await self.mailbox.tell(endpoint, message, deadline=self.options.peer_timeout)
+
+    @contextlib.contextmanager
+    def working_on(self, *leases: Lease) -> Iterator[None]:
+        """The draws are held here until the block ends: the next stage has them, or they have come to their end."""
+        self._worked_on.add(leases)
+        try:
+            yield
+        finally:
+            self._worked_on.discard(leases)
 
     def report(self, message: Any) -> None:
         """Tell the controller."""
@@ -282,6 +302,9 @@ class Service:
         self.members = {m.name: m for m in members}
         changed, self._members_changed = self._members_changed, asyncio.Event()
         changed.set()
+
+    async def _on_inventory(self, message: Inventory, sender: Any) -> Holdings:
+        return Holdings((*self.holds(), *itertools.chain(*self._worked_on)))
 
     async def _on_members(self, message: Members, sender: Any) -> None:
         self.learn(message.members)

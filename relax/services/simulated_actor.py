@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from relax.metrics import Metrics
-from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch, Trained
+from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch
 from relax.services.publishing import Publishing, Staged
 from relax.services.service import Context
 from relax.services.trainer import Trainer
@@ -72,7 +72,7 @@ class SimulatedActor(Trainer):
         metrics.sum("perf/train_s", self.options.sim_train_seconds)
         metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
-        self.report(Trained(batch, metrics.wire()))
+        self.report_trained(batch, metrics)
         groups = [lease.group for lease in message.leases]
         self.log.info("batch_trained", batch=batch, version=batch + 1, groups=groups)
         if (batch + 1) % self.options.update_weights_interval == 0:

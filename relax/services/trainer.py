@@ -1,10 +1,13 @@
 """What actor and critic have in common: they train on every batch of the run, one after the other, in order."""
 
 import asyncio
+import itertools
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from relax.protocol.messages import TrainBatch
+from relax.metrics import Metrics
+from relax.protocol.messages import Lease, TrainBatch, Trained
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
 from relax.services.milestone import Milestone
@@ -21,6 +24,7 @@ class Trainer(Service):
         # One batch may be committed ahead of the one in training; a third in the queue would break the protocol.
         self.batches: asyncio.Queue[TrainBatch] = asyncio.Queue(2)
         self.busy = asyncio.Lock()
+        self._leases: dict[int, tuple[Lease, ...]] = {}  # batch -> its draws, until the controller knows it is trained
 
     def handlers(self) -> dict[type, Any]:
         self.payloads = PayloadStore(self.mailbox)
@@ -35,8 +39,20 @@ class Trainer(Service):
         self.version.reach(0)
         self.spawn(self._train_batches(), "training")
 
+    def holds(self) -> Iterable[Lease]:
+        return itertools.chain(*self._leases.values())
+
     async def on_train_batch(self, message: TrainBatch, sender: Any) -> None:
+        self._leases[message.batch] = message.leases
         self.batches.put_nowait(message)
+
+    def report_trained(self, batch: int, metrics: Metrics) -> None:
+        """The batch's last optimizer step is done."""
+        self.spawn(self._report_trained(batch, metrics), f"batch {batch} is trained")
+
+    async def _report_trained(self, batch: int, metrics: Metrics) -> None:
+        await self.tell(self.context.controller, Trained(batch, metrics.wire()))
+        del self._leases[batch]
 
     async def tensors(self, message: TrainBatch) -> TrainTensors:
         """The arrays of a batch, from advantages and checked."""
