@@ -64,6 +64,13 @@ class Rig:
         (answer,) = self.run(self.engine._llm.collective_rpc(method, args=args))
         return answer
 
+    async def steps(self, more: int) -> None:
+        """Return when the engine has taken at least so many more steps."""
+        (now,) = await self.engine._llm.collective_rpc("steps_so_far")
+        end = now + more
+        while now < end:  # the engine answers between its steps
+            (now,) = await self.engine._llm.collective_rpc("steps_so_far")
+
     def error(self, result: Result, prompt: np.ndarray, temperature: float = 1.0) -> float:
         """Largest difference of behaviour log-probs from transformers'."""
         expected = models.reference_logprobs(self.model, prompt, result.token_ids, temperature)

@@ -30,3 +30,16 @@ class ProbeWorker(vllm_worker.WeightLoader):
     def steps(self) -> list[int]:
         noted, self.new_requests = self.new_requests, []
         return noted
+
+    def steps_so_far(self) -> int:
+        """Steps of the model since this was first asked."""
+        if not hasattr(self, "counted"):
+            self.counted = 0
+            execute = self.model_runner.execute_model
+
+            def counting(scheduler_output, *args, **kwargs):
+                self.counted += scheduler_output.total_num_scheduled_tokens > 0
+                return execute(scheduler_output, *args, **kwargs)
+
+            self.model_runner.execute_model = counting
+        return self.counted
