@@ -1,0 +1,241 @@
+"""Publication beside training, with a real model, staging and store; several ranks are in test_grid.py."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from relax.protocol.messages import Published
+from relax.services.actor import Actor
+from relax.services.actor_work import PUBLICATION, ActorWork
+from relax.services.publishing import Publishing, Staged
+from relax.services.ranks import Leader, Ranks
+from relax.services.service import Context
+from relax.weights.checkpoint import checkpoint_shapes
+from relax.weights.manifest import Manifest
+from relax.weights.publication import Publisher
+from relax.weights.store import ChunkStore
+from tests.megatron import tiny
+
+
+class Trainer:
+    """What the actor does about publication, in steps that a test takes one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        tiny.save(folder / "model", "qwen3")
+        self.options = tiny.options(
+            hf_checkpoint=str(folder / "model"), num_steps_per_rollout=2, advantage_estimator="grpo"
+        )
+        self.store = ChunkStore(folder / "store", create=True)
+        self.folder = folder
+        self.publisher = self._publisher(self.store)
+        self.published: list[Staged] = []
+        self.manifests: dict[int, Manifest] = {}
+        self.digests: dict[int, str] = {}  # of the weights that were offered
+        self.begun = asyncio.Event()  # a version is being read
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+        self.batches = 0
+
+    def _publisher(self, store: ChunkStore) -> Publisher:
+        return Publisher(
+            store,
+            run_id="test",
+            lineage=0,
+            manifests=self.folder / "weights",
+            expected=checkpoint_shapes(self.options.hf_checkpoint),
+        )
+
+    @asynccontextmanager
+    async def running(self):
+        self.ranks: Ranks[ActorWork] = Ranks("test")
+        self.work = await self.ranks.build(ActorWork, self.options, 100)
+        self.publishing = Publishing(self._stage, self._publish, self._tell)
+        lane = asyncio.create_task(self.publishing.run())
+        try:
+            yield
+            assert not lane.done()
+        finally:
+            self.may_go_on.set()
+            lane.cancel()
+            await asyncio.gather(lane, return_exceptions=True)
+            await self.ranks.close(clean=True)
+
+    async def _stage(self, place: int) -> None:
+        await self.ranks.run(self.work.stage, place)
+
+    async def _publish(self, staged: Staged) -> Manifest:
+        loop = asyncio.get_running_loop()
+
+        def slowly(tensors: Iterator[Any]) -> Iterator[Any]:
+            for number, pair in enumerate(tensors):
+                yield pair
+                if number == 0:
+                    loop.call_soon_threadsafe(self.begun.set)
+                    assert self.may_go_on.wait(60)
+
+        def publish(ranks: Leader[ActorWork]) -> Manifest:
+            tensors = None if staged.place is None else slowly(ranks.run(self.work.weights, staged.place))
+            return self.publisher.publish(staged.version, staged.step, tensors)
+
+        return await self.ranks.lead(publish, PUBLICATION)
+
+    def _tell(self, staged: Staged, manifest: Manifest) -> None:
+        self.published.append(staged)
+        self.manifests[staged.version] = manifest
+
+    async def train(self) -> None:
+        await self.ranks.run(self.work.train, tiny.batch(self.batches))
+        self.batches += 1
+
+    async def offer(self, *, changed: bool = True) -> None:
+        """Also publishes the same weights with nothing going on beside, to compare with."""
+        aside = ChunkStore(self.folder / f"aside-{self.batches}", create=True)
+        alone = self._publisher(aside).publish(self.batches, self.batches, self.work.policy.state())
+        self.digests[self.batches] = alone.tag.digest
+        await self.publishing.offer(self.batches, 2 * self.batches, changed=changed)
+
+    async def through(self) -> None:
+        await self.publishing.published.wait(self.publishing.offered, 60)
+
+
+def versions(trainer: Trainer) -> list[int]:
+    return [staged.version for staged in trainer.published]
+
+
+def test_a_version_holds_the_weights_after_its_last_batch_though_training_has_moved_on(tmp_path: Path) -> None:
+    async def life() -> None:
+        it = Trainer(tmp_path)
+        async with it.running():
+            await it.offer()
+            await it.through()
+            await it.train()
+            it.begun.clear()
+            it.may_go_on.clear()
+            await it.offer()
+            await asyncio.wait_for(it.begun.wait(), 60)
+            await it.train()
+            await it.train()  # two batches while version 1 is read
+            assert versions(it) == [0]
+            it.may_go_on.set()
+            await it.through()
+            assert versions(it) == [0, 1]
+            assert it.manifests[1].tag.digest == it.digests[1] != it.digests[0]
+            assert it.manifests[1].tag.step == 2
+            await it.offer()
+            await it.through()
+            assert it.manifests[3].tag.digest == it.digests[3] != it.digests[1]
+            with it.store.open(it.manifests[1]) as lease:  # every chunk hashes to what the manifest says
+                assert dict(lease.items())
+
+    asyncio.run(life())
+
+
+def test_a_version_that_is_overtaken_before_it_was_begun_is_skipped_and_the_newest_never(tmp_path: Path) -> None:
+    async def life() -> None:
+        it = Trainer(tmp_path)
+        async with it.running():
+            it.may_go_on.clear()
+            await it.offer()
+            await asyncio.wait_for(it.begun.wait(), 60)
+            for _ in range(4):  # 1, 2 and 3 are overtaken, each copied over the one before
+                await it.train()
+                await it.offer()
+            it.may_go_on.set()
+            await it.through()
+            assert versions(it) == [0, 4]
+            assert [it.manifests[v].tag.digest for v in (0, 4)] == [it.digests[0], it.digests[4]]
+            assert len({staged.place for staged in it.published}) == 2
+            metrics = it.publishing.take()
+            assert metrics["perf/publications_skipped"][1] == 3
+            assert metrics["perf/publish_s"][2] == 2 and metrics["perf/publish_s"][1] > 0
+            assert it.publishing.take() == {}
+            # Nothing is under way any more: both places serve again.
+            for _ in range(2):
+                await it.train()
+                await it.offer()
+                await it.through()
+            assert versions(it) == [0, 4, 5, 6]
+            assert it.manifests[6].tag.digest == it.digests[6]
+
+    asyncio.run(life())
+
+
+def test_unchanged_weights_are_published_as_a_tag_alone(tmp_path: Path) -> None:
+    async def life() -> None:
+        it = Trainer(tmp_path)
+        async with it.running():
+            await it.offer()
+            await it.through()
+            it.batches = 1
+            await it.offer(changed=False)
+            await it.through()
+            assert [staged.place is None for staged in it.published] == [False, True]
+            assert it.manifests[1].tag.digest == it.manifests[0].tag.digest
+            assert it.manifests[1].tag.version == 1
+
+    asyncio.run(life())
+
+
+def test_unchanged_weights_that_overtake_changed_ones_bring_them_along(tmp_path: Path) -> None:
+    async def life() -> None:
+        it = Trainer(tmp_path)
+        async with it.running():
+            it.may_go_on.clear()
+            await it.offer()
+            await asyncio.wait_for(it.begun.wait(), 60)
+            await it.train()
+            await it.offer()
+            it.batches = 2
+            await it.offer(changed=False)
+            it.may_go_on.set()
+            await it.through()
+            assert versions(it) == [0, 2]
+            assert it.manifests[2].tag.digest == it.digests[1] != it.digests[0]
+
+    asyncio.run(life())
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path, broken: bool) -> None:
+    """The actor itself; its manifests cannot be written when a file is in the place of their directory."""
+
+    async def life() -> tuple[list[Any], int | None]:
+        tiny.save(tmp_path / "model", "qwen3")
+        options = tiny.options(hf_checkpoint=str(tmp_path / "model"), num_rollout=3)
+        if broken:
+            (tmp_path / "weights").write_text("no directory")
+        run: Any = SimpleNamespace(run_id="r", shm_dir=tmp_path / "store", weights_dir=tmp_path / "weights")
+        actor = Actor(Context("actor", options, run, "", "", None, options))
+        actor._ended = asyncio.get_running_loop().create_future()
+        actor.num_batches = 3
+        told: list[Any] = []
+        actor.report = told.append  # type: ignore[method-assign]
+        await actor.prepare()
+        await asyncio.wait(
+            [actor._ended, asyncio.ensure_future(actor.publishing.published.wait(0, 60))],
+            timeout=60,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        code = actor._ended.result() if actor._ended.done() else None
+        for task in tuple(actor._tasks):
+            task.cancel()
+        await asyncio.gather(*actor._tasks, return_exceptions=True)
+        await actor.release()
+        return told, code
+
+    with capture_logs() as logs:
+        told, code = asyncio.run(life())
+    failures = [record["error"] for record in logs if record["event"] == "service_failed"]
+    if broken:
+        assert code == 1 and told == []
+        assert str(tmp_path / "weights") in failures[0]
+    else:
+        assert code is None and failures == []
+        assert [message.version for message in told if isinstance(message, Published)] == [0]
