@@ -11,6 +11,7 @@ The reference takes such a version over as soon as it is announced, and that is 
   left that could still ask for an older reference. (Groups scored by the older one which end up in a batch of c or
   later are asked about again, at assembly.)
 - Not too late. Batch c is not assembled before the reference is at c: the request names the version and waits for it.
+- Not skipped. The actor skips a version only for a newer one, and there is none before batch c is trained.
 - Not missed. A node's store keeps the two newest versions, so c is overwritten by the second publication after it.
   That one takes batch c + 1 to be trained, and batch c before it, which was assembled: the reference had c by then.
 
