@@ -11,6 +11,7 @@ from math import prod
 
 from relax.config.fields import flag
 from relax.config.options import Options
+from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
@@ -265,20 +266,7 @@ _reads()(a_simulated_trainer_has_no_ranks)
 _reads()(options_act)
 
 
-@_reads("insecure", "controller")
-def _plain_tcp_is_explicit(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    in_file = resolved.topology.controller if resolved.topology else None
-    endpoint = options.controller or in_file or ""
-    if options.controller and not options.controller.startswith(("tcp://", "ipc://")):
-        yield _refuse(options, "controller", "is no endpoint", "Write tcp://<host>:<port> or ipc://<path>.")
-    host = endpoint.removeprefix("tcp://").rsplit(":", 1)[0]
-    beyond = endpoint.startswith("tcp://") and not (host in ("localhost", "[::1]") or host.startswith("127."))
-    if beyond and not options.insecure:
-        problem = f"{endpoint} is reachable from other hosts, in plain text and by anyone"
-        yield _refuse(options, "insecure", problem, "Add --insecure if the network is yours alone.")
-    if options.insecure and not beyond:
-        yield _refuse(options, "insecure", "cannot act: no endpoint is reachable from other hosts", "Leave it out.")
+_reads("insecure", "keys", "controller")(other_hosts_need_keys)
 
 
 def _either(numbers: list[int]) -> str:

@@ -9,6 +9,8 @@ import re
 import stat
 from pathlib import Path
 
+from relax.config.violation import Violation
+
 KEY_FILE = "relax.key"
 _SECRET = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
 _HEADER = "# The secret key of a Relax run. Whoever can read this can take part in the run.\n"
@@ -20,6 +22,10 @@ class KeyProblem(Exception):
     def __init__(self, path: Path, problem: str, fix: str) -> None:
         super().__init__(f"{path} {problem}. {fix}")
         self.path, self.problem, self.fix = path, problem, fix
+
+    @property
+    def violation(self) -> Violation:
+        return Violation("--keys", str(self.path), self.problem, self.fix)
 
 
 def write_secret(directory: Path, secret: str) -> Path:

@@ -1,5 +1,6 @@
 """Whether this machine can run what the options and the topology ask for: the checkpoint, the prompts and how they
-fill the last batch, the reward function, hooks, shared memory, cores. Reads files, starts no service, imports no torch.
+fill the last batch, the reward function, hooks, keys, shared memory, cores. Reads files, starts no service, imports no
+torch.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 from relax.config.checkpoint import Checkpoint, read_checkpoint, read_config
 from relax.config.checks import located
 from relax.config.fields import flag
+from relax.config.keys import KeyProblem, read_secret
 from relax.config.options import Options
 from relax.config.resolve import Resolved
 from relax.config.schema import RANKED, ROLES
@@ -53,8 +55,18 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
     if "reward" in roles and not skip & {"rm_type", "custom_rm_path"}:
         found += check_rewards(options, resolved.sources)
     found += check_hooks(options, roles)
+    found += _keys(options) if "keys" not in skip else []
     found += _cores(resolved, node)
     return located(resolved, found)
+
+
+def _keys(options: Options) -> list[Violation]:
+    try:
+        if options.keys is not None:
+            read_secret(options.keys)
+    except KeyProblem as problem:
+        return [problem.violation]
+    return []
 
 
 def check_checkpoint(options: Options, *, holds_weights: bool = True) -> list[Violation]:

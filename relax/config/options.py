@@ -25,8 +25,8 @@ Estimator = Literal[
 ]
 Dtype = Literal["float32", "bfloat16"]
 
-# What may differ between the services of one run: where each of them finds it, and how much it logs.
-PER_SERVICE = frozenset({"run_dir", "controller", "log_level"})
+# What may differ between the services of one run: where each of them finds it and its keys, and how much it logs.
+PER_SERVICE = frozenset({"run_dir", "controller", "log_level", "keys"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
@@ -240,6 +240,9 @@ class SystemOptions(Section):
     )
     restart_budget: str = opt("3/600", "restarts per service / seconds", unavailable=NO_RESTART, metavar="N/SECONDS")
     insecure: bool = opt(False, "allow plain TCP beyond this host; anyone who reaches the port can join the run")
+    keys: Path | None = opt(
+        None, "directory with the run's key, from relax-launch --keygen; needed beyond this host", metavar="DIR"
+    )
 
 
 class SimulationOptions(Section):

@@ -7,17 +7,20 @@ from pathlib import Path
 
 from relax.config.checks import check_options, located, warnings
 from relax.config.flags import Given, Parser
+from relax.config.keys import KeyProblem
 from relax.config.machine import check_machine
 from relax.config.resolve import Resolved, accepted, resolve
 from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
+from relax.launch.keygen import Keygen
 from relax.launch.plan import Command, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run_id
+from relax.protocol.security import Security
 
 REFUSED = 2
 
@@ -28,6 +31,7 @@ def main(argv: Sequence[str] | None = None, command: Command = service_command) 
     parser = Parser("relax-launch", "Starts the services of a topology on this node and supervises them.")
     parser.add_argument("topology", type=Path, help="topology file, e.g. topologies/local.yaml")
     parser.add_argument("--node", help="start the services of this node only (default: all)")
+    parser.add_argument("--keygen", action=Keygen, metavar="DIR", help="make a new key for --keys in DIR, and exit")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plan, start nothing")
     try:
         given = parser.parse(sys.argv[1:] if argv is None else argv)
@@ -111,7 +115,11 @@ def _open_run(resolved: Resolved, node: str | None) -> RunDir:
         return RunDir.create(path, config=config, topology=text)
     assert topology.controller is not None  # checked: a topology of several hosts names its controller's endpoint
     print(f"waiting for the controller at {topology.controller}", flush=True)
-    run_id = asyncio.run(ask_run_id(topology.controller, options.startup_timeout))
+    try:
+        security = Security.of(options.insecure, options.keys)
+    except KeyProblem as refused:
+        raise ConfigError([refused.violation]) from None
+    run_id = asyncio.run(ask_run_id(topology.controller, options.startup_timeout, security))
     return RunDir.join(
         options.run_dir,
         run_id,

@@ -5,13 +5,19 @@ import secrets
 from relax.protocol.envelope import STRANGER
 from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import Hello, Welcome
+from relax.protocol.security import Security
 
 
-async def ask_run_id(controller: str, deadline: float) -> str:
+async def ask_run_id(controller: str, deadline: float, security: Security) -> str:
     """The id of the run whose controller is at `controller`; waits for it at most `deadline` seconds (PeerSilent)."""
     token = secrets.token_hex(4)
     async with Mailbox(
-        f"stranger-{token}", run_id=STRANGER, lineage=0, incarnation=token, bind=f"inproc://stranger-{token}"
+        f"stranger-{token}",
+        run_id=STRANGER,
+        lineage=0,
+        incarnation=token,
+        bind=f"inproc://stranger-{token}",
+        security=security,
     ) as mailbox:
         reply = await mailbox.ask(controller, Hello(), deadline)
         assert isinstance(reply, Welcome)

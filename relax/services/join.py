@@ -2,11 +2,13 @@
 
 import asyncio
 
+from relax.config.keys import KeyProblem
 from relax.config.resolve import Resolved
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
 from relax.launch.rundir import RunDir
 from relax.protocol.hello import ask_run_id
+from relax.protocol.security import Security
 from relax.services.service import Context
 
 
@@ -17,13 +19,17 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
     assert topology is not None
     endpoint = o.controller or topology.controller
     config, text = resolved.config_yaml(), resolved.topology_text
+    try:
+        security = Security.of(o.insecure, o.keys)
+    except KeyProblem as refused:
+        raise ConfigError([refused.violation]) from None
     if o.run_dir is not None:
         run = RunDir.create_or_join(o.run_dir, config=config, topology=text, deadline=o.startup_timeout)
     elif entry.role == "controller":
         run = RunDir.create(None, name=o.run_name, directory=topology.directory, config=config, topology=text)
         print(f"run directory: {run.path}", flush=True)
     elif endpoint is not None:
-        run_id = asyncio.run(ask_run_id(endpoint, o.startup_timeout))
+        run_id = asyncio.run(ask_run_id(endpoint, o.startup_timeout, security))
         run = RunDir.join(None, run_id, name=o.run_name, directory=topology.directory, config=config, topology=text)
     else:
         problem = "is needed by a service started alone"
@@ -37,6 +43,7 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         controller=endpoint or run.endpoint("controller"),
         host=topology.address(entry),
         model_options=entry.options(o),
+        security=security,
         engine=entry.engine or "",
         index=entry.index,
     )

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import structlog
@@ -68,6 +68,7 @@ class Context:
     model_options: Options  # `options` with the parallel sizes of this service's own model
     engine: str = ""  # of a rollout replica or the actor
     index: int = 0  # among the services of its role
+    security: Security = field(default_factory=Security)  # keys for connections beyond this host
 
 
 class Service:
@@ -130,7 +131,7 @@ class Service:
             incarnation=self.incarnation,
             bind=self.bind(),
             bounds=Bounds(peer_timeout=self.options.peer_timeout),
-            security=Security(insecure=self.options.insecure),
+            security=self.context.security,
         )
         code = 1
         try:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from relax.config import machine
+from relax.config.checks import check_options
+from relax.config.keys import write_secret
 from relax.config.machine import check_machine
 from relax.config.resolve import resolve
 
@@ -243,6 +245,24 @@ def test_a_node_is_asked_only_for_what_its_services_need(topology: Write, prompt
     resolved = resolve({}, file)
     assert [violation.option for violation in check_machine(resolved, "a")] == ["--prompt-data"]
     assert [violation.option for violation in check_machine(resolved, "b")] == ["services.rollout.cores"]
+
+
+def test_keys_are_checked_before_anything_starts(topology: Write, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    file = topology(top={"controller": "tcp://10.0.0.1:5755"}, keys=str(keys))
+    (found,) = refusals(file)
+    assert found.startswith(f"--keys = {str(keys / 'relax.key')!r}") and "--keygen" in found
+    secret = write_secret(keys, "0" * 40)
+    assert not refusals(file)
+    secret.chmod(0o644)
+    (found,) = refusals(file)
+    assert "can be used by others (mode 644)" in found and f"chmod 600 {secret}" in found
+
+
+def test_an_address_that_only_one_node_has_is_reachable_all_the_same(topology: Write) -> None:
+    services = {role: {"node": "a"} for role in ("controller", "rollout", "reward", "advantages", "actor")}
+    (found,) = check_options(resolve({}, topology(services=services, top={"nodes": {"a": {"address": "h1"}}})))
+    assert found.option == "--keys" and "tcp://h1:0 is reachable" in found.problem
 
 
 def reference(tmp_path: Path, checkpoint: Path, topology: Write, **options: Any) -> Path:

@@ -103,7 +103,9 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"sequence_parallel": True}, "--sequence-parallel", ["--tensor-parallel-size is 1"]),
     ({"insecure": True}, "--insecure", ["cannot act"]),
     ({"controller": "host:5"}, "--controller", ["is no endpoint"]),
-    ({"controller": "tcp://10.0.0.1:5755"}, "--insecure", ["reachable from other hosts"]),
+    ({"keys": "somewhere"}, "--keys", ["cannot act"]),
+    ({"controller": "tcp://10.0.0.1:5755"}, "--keys", ["reachable from other hosts", "--keygen", "--insecure"]),
+    ({"controller": "tcp://10.0.0.1:5755", "keys": "k", "insecure": True}, "--insecure", ["Keep one"]),
     ({"use_tis": True, "use_rollout_logprobs": True}, "--use-tis", ["Keep one"]),
     (
         {"lr_decay_style": "linear", "min_lr": 1e-7, "critic_lr": 1e-8} | PPO,

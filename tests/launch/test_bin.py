@@ -28,8 +28,26 @@ def test_another_python_enters_the_environment_of_the_checkout(tmp_path: Path) -
     assert str(VENV.parents[1] / "lib") in done.stdout
 
 
-def test_local_topology_passes_a_dry_run_and_both_topologies_hold() -> None:
-    for name in ("local", "two-nodes"):
-        command = [BIN / "relax-launch", f"topologies/{name}.yaml", "--dry-run"]
-        done = subprocess.run(command, cwd=BIN.parent, capture_output=True, text=True, timeout=60, check=False)
+def launch(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [BIN / "relax-launch", *map(str, words)]
+    return subprocess.run(command, cwd=BIN.parent, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_local_topology_passes_a_dry_run_and_both_topologies_hold(tmp_path: Path) -> None:
+    assert launch("--keygen", tmp_path / "keys").returncode == 0
+    for name, flags in (("local", []), ("two-nodes", ["--keys", tmp_path / "keys"])):
+        done = launch(f"topologies/{name}.yaml", "--dry-run", *flags)
         assert done.returncode == 0 and "Nothing was started." in done.stdout, done.stderr
+    done = launch("topologies/two-nodes.yaml", "--dry-run")
+    assert done.returncode == 2 and "in plain text and by anyone" in done.stderr
+
+
+def test_keygen_makes_one_key_and_never_replaces_it(tmp_path: Path) -> None:
+    keys = tmp_path / "new" / "keys"
+    done = launch("--keygen", keys)
+    assert done.returncode == 0 and f"key written to {keys}/relax.key" in done.stdout, done.stderr
+    secret = (keys / "relax.key").read_text()
+    assert secret.splitlines()[-1] not in done.stdout
+    again = launch("--keygen", keys)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    assert (keys / "relax.key").read_text() == secret
