@@ -19,10 +19,16 @@ class Stragglers:
 
     def overdue(self, blocked: Blocked, now: float) -> tuple[int, ...]:
         """Those of the named groups that have blocked for longer than the timeout, in the order of their names; at
-        least `blocked.needed` of all that are named must go. `now` is in seconds and only rises."""
+        least `blocked.needed` of all that are named must go. `now` is in seconds and only rises.
+
+        They are told of once: a group keeps its number when its prompt is drawn again, and the new draw has the whole
+        timeout for itself."""
         if blocked.missing and (blocked.wait is not Wait.READY or self.timeout == 0):
             named: tuple[int, ...] = ()
         else:
             named = blocked.groups
         self._since = {group: self._since.get(group, now) for group in named}
-        return tuple(group for group, since in self._since.items() if now - since >= self.timeout)
+        overdue = tuple(group for group, since in self._since.items() if now - since >= self.timeout)
+        for group in overdue:
+            del self._since[group]
+        return overdue

@@ -68,3 +68,14 @@ def test_time_starts_anew_when_a_group_has_stopped_blocking() -> None:
     gate.ready(5, 1)
     assert stragglers.overdue(gate.blocked(), 7.0) == ()
     assert stragglers.overdue(gate.blocked(), 12.0) == (0,)
+
+
+def test_the_new_draw_of_a_dropped_group_has_the_whole_timeout() -> None:
+    gate, stragglers = gate_with(ready=1, running=1, max_staleness=0), Stragglers(3.0)
+    stragglers.overdue(gate.blocked(), 0.0)
+    assert stragglers.overdue(gate.blocked(), 3.0) == (0,)
+    gate.drop(0, again=True)
+    gate.issue(0, 0)
+    assert stragglers.overdue(gate.blocked(), 3.0) == ()
+    assert stragglers.overdue(gate.blocked(), 5.9) == ()
+    assert stragglers.overdue(gate.blocked(), 6.0) == (0,)
