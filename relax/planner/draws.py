@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax.data.seeds import sample_seed
 from relax.data.stream import epoch_order
@@ -62,7 +62,7 @@ class Draws:
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._again: list[tuple[int, Draw]] = []
-        self._returned: deque[int] = deque()
+        self._returned: deque[Draw] = deque()
         self._place = self._group = 0
 
     @property
@@ -79,7 +79,7 @@ class Draws:
         if self._again:
             return self._again[0][1]
         if self._returned:
-            return Draw(self._group, self._returned[0])
+            return replace(self._returned[0], group=self._group)
         return None if self.stream_ended else Draw(self._group, self._place)
 
     def issued(self, draw: Draw) -> None:
@@ -98,4 +98,4 @@ class Draws:
 
     def give_back(self, draws: list[Draw]) -> None:
         """These prompts come back to the head of the queue; the same draw, as another group."""
-        self._returned.extendleft(reversed([draw.place for draw in draws]))
+        self._returned.extendleft(reversed(draws))

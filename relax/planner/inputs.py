@@ -38,6 +38,11 @@ class Inputs:
     prompts: int
 
     @property
+    def path(self) -> Path:
+        assert self.resolved.topology is not None
+        return self.resolved.topology.path
+
+    @property
     def options(self) -> Options:
         return self.resolved.options
 

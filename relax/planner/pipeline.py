@@ -20,13 +20,16 @@ from relax.planner.prediction import Prediction
 from relax.planner.setting import Setting
 from relax.planner.slots import Run, Slots
 
-
 # How often within --straggler-timeout it is asked who blocks a commit.
 LOOKS = 20
 
 
 class PlanError(RuntimeError):
     """The plan contradicts itself or comes to a stop: a fault of Relax, not of the setting."""
+
+
+class UnusableError(RuntimeError):
+    """The run would end by itself: a batch's worth of prompts in a row would be set aside."""
 
 
 class Replica:
@@ -69,21 +72,26 @@ class Pipeline:
         timeout = setting.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._next_look = 0.0
+        self._will_look = False
+        self._unusable_in_a_row = 0
         # What came of it.
         self.events = self.issued = self.trained_groups = self.trained_tokens = 0
         self.dropped: Counter[str] = Counter()
         self.dropped_tokens = 0
         self.staleness: Counter[int] = Counter()
-        self.train_busy = self.ended_at = 0.0
+        self.train_busy = 0.0
+        self.began_at: float | None = None  # the first issue
+        self.ended_at = 0.0  # of the last batch trained
 
     def predict(self) -> Prediction:
-        """Raises PlanError when an invariant of Relax does not hold at the end."""
+        """Raises UnusableError where the run would give up, PlanError when an invariant does not hold at the end."""
         began = time.perf_counter()
         self._env.process(self._train())
         self._announce(0)
         self._env.run()
         self._check()
-        s, seconds = self.setting, self.ended_at
+        assert self.began_at is not None
+        s, seconds = self.setting, self.ended_at - self.began_at
         batches = self.gate.version
         return Prediction(
             setting=s,
@@ -128,8 +136,11 @@ class Pipeline:
             self.gate.end(to_come=self.draws.waiting)
         self._issue()
         self._commit()
-        if self._stragglers is not None and self._env.now >= self._next_look:
-            self._look(self._stragglers)
+        if self._stragglers is not None:
+            if self._env.now >= self._next_look:
+                self._look(self._stragglers)
+            else:
+                self._look_later()
 
     def _look(self, stragglers: Stragglers) -> None:
         """Drop what has blocked a commit for too long. To ask costs as much as there are open groups, so it is asked
@@ -138,17 +149,33 @@ class Pipeline:
         overdue = stragglers.overdue(blocked, self._env.now)
         pause = stragglers.timeout / LOOKS
         self._next_look = self._env.now + pause
+        if blocked.groups and pause > 0:
+            self._look_later()
         if overdue:
-            for group in overdue:
+            # As many as it takes, the least advanced first.
+            late = sorted(overdue, key=lambda group: group not in self._held[self._open[group].holder])
+            for group in late[: blocked.needed]:
                 draw = self._open[group].draw
                 again = draw.attempt + 1 < STRIKES
                 self.gate.drop(group, again=again)
+                self._cancel((group,), "straggler" if again else "set_aside")
                 if again:
                     self.draws.again(draw)
-                self._cancel((group,), "straggler" if again else "set_aside")
+                else:
+                    self._unusable_in_a_row += 1
+            if self._unusable_in_a_row >= self.setting.batch_size:
+                told = f"{self._unusable_in_a_row} prompts in a row were too slow for --straggler-timeout"
+                raise UnusableError(f"{told} {stragglers.timeout:g} three times each")
             self._turn()
-        elif blocked.groups and pause > 0:
-            self._env.timeout(pause).callbacks.append(lambda _: self._turn())
+
+    def _look_later(self) -> None:
+        if not self._will_look:
+            self._will_look = True
+            self._after(self._next_look - self._env.now, self._look_now)
+
+    def _look_now(self) -> None:
+        self._will_look = False
+        self._turn()
 
     def _issue(self) -> None:
         team: list[str] = []
@@ -160,6 +187,8 @@ class Pipeline:
             place = self._place(draw.group, team)
             if place is None:
                 return
+            if self.began_at is None:
+                self.began_at = self._env.now
             name, version = place
             self.gate.issue(draw.group, version)
             self.draws.issued(draw)
@@ -184,7 +213,10 @@ class Pipeline:
             self.draws.give_back([self._open[group].draw for group in batch.surplus])
             self._cancel(batch.surplus, "surplus")
         # To advantages, which assembles it, and on to the actor.
-        self._after(2 * self.setting.hop_seconds, self._to_train.put, batch)
+        self._after(2 * self.setting.hop_seconds, self._hand_over, batch)
+
+    def _hand_over(self, batch: Batch) -> None:
+        self._to_train.put(batch)
 
     def _cancel(self, groups: Iterable[int], reason: str) -> None:
         """These draws are dropped; what still runs of them ends when their replicas hear of it."""
@@ -214,6 +246,7 @@ class Pipeline:
         if run.cancelled:
             return
         self.gate.ready(run.draw.group, run.oldest)
+        self._unusable_in_a_row = 0
         self._turn()
 
     @property

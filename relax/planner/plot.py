@@ -1,9 +1,18 @@
-"""The sweep as a picture: speed and idle shares against the bound on staleness, and how stale what is trained would be."""
+"""The sweep as a picture: speed and idle shares against the bound on staleness; how stale the trained groups are."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 from relax.planner.prediction import Prediction
+
+
+def _lines(predictions: Sequence[Prediction]) -> dict[str, list[Prediction]]:
+    """One line where each bound has one lead, otherwise one a lead."""
+    lines: dict[str, list[Prediction]] = {}
+    several = len({p.setting.max_staleness for p in predictions}) < len(predictions)
+    for p in predictions:
+        lines.setdefault(f"L = {p.setting.lead}" if several else "planned", []).append(p)
+    return lines
 
 
 def draw(path: Path, predictions: Sequence[Prediction], best: Prediction) -> None:
@@ -14,10 +23,9 @@ def draw(path: Path, predictions: Sequence[Prediction], best: Prediction) -> Non
     from matplotlib import pyplot
 
     figure, (speed, idle, age) = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    for lead in sorted({p.setting.lead for p in predictions}):
-        line = [p for p in predictions if p.setting.lead == lead]
+    for label, line in _lines(predictions).items():
         bounds = [p.setting.max_staleness for p in line]
-        speed.plot(bounds, [p.groups_per_second for p in line], marker="o", markersize=4, label=f"L = {lead}")
+        speed.plot(bounds, [p.groups_per_second for p in line], marker="o", markersize=4, label=label)
         idle.plot(bounds, [p.trainer_idle for p in line], marker="o", markersize=4, color="C0")
         idle.plot(bounds, [p.slots_idle for p in line], marker="s", markersize=4, color="C1")
     ideal = best.setting.batch_size / best.ideal_seconds

@@ -1,7 +1,7 @@
 """What a plan says, as a table and a recommendation with its reason."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +26,6 @@ class Change:
 
 def changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     """Options whose effect on the recommended setting is worth knowing, one changed at a time."""
-    from dataclasses import replace
-
     if setting.max_staleness > 0 and not setting.partial_rollout:
         yield "--partial-rollout", replace(setting, partial_rollout=True)
     credit = 2 * setting.credit
@@ -70,9 +68,9 @@ def _head(console: Console, inputs: Inputs, best: Prediction) -> None:
     )
     update = "partial rollouts" if s.partial_rollout else "draining replicas"
     console.print(
-        f"Plan of {inputs.resolved.topology.path if inputs.resolved.topology else ''}: {len(s.replicas):,} replicas x "
-        f"{s.slots} slots at {o.sim_tokens_per_second} tokens/s, batches of {s.batch_size:,} groups x {s.samples} samples "
-        f"of {o.sim_length} tokens, {end}, {update}, seed {o.seed}."
+        f"Plan of {inputs.path}: {len(s.replicas):,} replicas x {s.slots} slots at {o.sim_tokens_per_second} tokens/s, "
+        f"batches of {s.batch_size:,} groups x {s.samples} samples of {o.sim_length} tokens, {end}, {update}, "
+        f"seed {o.seed}."
     )
     slower = "training" if best.setting.train_seconds >= best.generation_seconds else "generation"
     console.print(
