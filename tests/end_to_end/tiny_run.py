@@ -53,9 +53,10 @@ class Run:
 def write_topology(
     folder: Path, *, services: dict[str, Any] | None = None, top: dict[str, Any] | None = None, **options
 ):
-    """A topology file in `folder` for a tiny run; `options` change those of OPTIONS."""
+    """A topology file in `folder` for a tiny run; `options` change those of OPTIONS, None takes one out."""
     all_services = {role: {} for role in ("controller", "rollout", "reward", "advantages", "actor")} | (services or {})
-    document = {"services": all_services, "options": OPTIONS | options, **(top or {})}
+    wanted = {name: value for name, value in (OPTIONS | options).items() if value is not None}
+    document = {"services": all_services, "options": wanted, **(top or {})}
     path = folder / "topology.yaml"
     path.write_text(yaml.safe_dump(document))
     return path
