@@ -175,7 +175,7 @@ def _warnings(spec: AlgorithmSpec, options: Any) -> Iterator[str]:
         # What a loss of the user does with a ratio of 1 is not known.
         own = spec.loss.option_names if spec.ratio and options.custom_loss_path is None else ()
         names = [name for name in own if getattr(options, name) is not None]
-        names += ["opsm_delta"] if options.use_opsm else []
+        names += ["use_opsm", "opsm_delta"] if options.use_opsm else []
         if names:
             why = (
                 f"{flag('true_on_policy_mode')} sets proximal := current"
@@ -185,6 +185,15 @@ def _warnings(spec: AlgorithmSpec, options: Any) -> Iterator[str]:
             yield (
                 f"{why}, so the ratio is 1 at every step and {', '.join(map(flag, names))} cannot act. "
                 f"To make them act: {flag('use_rollout_logprobs')}, or {flag('num_steps_per_rollout')} 2 or more."
+            )
+    elif _never_negative(spec, options):
+        names = [name for name in NEGATIVE if name in spec.loss.option_names and _switched_on(options, name)]
+        names += ["use_opsm"] if options.use_opsm else []
+        if names:
+            yield (
+                "advantages are the raw rewards of a verifier that pays 0 or 1, so none is negative and "
+                f"{', '.join(map(flag, names))} cannot act. To make them act: a reward normalizer, or a reward that "
+                "may be negative."
             )
     if options.max_staleness > 0 and options.no_off_policy_correction:
         age = f"samples up to {options.max_staleness} batches old"
@@ -198,6 +207,19 @@ def _warnings(spec: AlgorithmSpec, options: Any) -> Iterator[str]:
     yield from _kl_warnings(options)
     if advice := spec.advice(options):
         yield f"{spec.name} is recommended with {', '.join(advice)}."
+
+
+# Options that change the loss only of tokens whose advantage is negative.
+NEGATIVE = ("eps_clip", "eps_clip_c", "sapo_tau_neg", "m2po_miniclip_low")
+
+
+def _never_negative(spec: AlgorithmSpec, options: Any) -> bool:
+    """Whether advantages are rewards as a verifier pays them that pays 0 or 1; of others nothing is known."""
+    raw = options.disable_rewards_normalization or not spec.normalizes_rewards
+    hooked = options.custom_reward_post_process_path or options.custom_advantage_path or options.custom_loss_path
+    broadcast = spec.advantage is registry.BROADCAST and not options.normalize_advantages
+    binary = options.rm_type in ("exact_match", "math") or options.rm_exact
+    return raw and broadcast and binary and hooked is None
 
 
 def _kl_warnings(options: Any) -> Iterator[str]:

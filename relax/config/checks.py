@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
 
-from relax.config.fields import flag
+from relax.config import asynchrony
 from relax.config.options import Options
 from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
 from relax.config.simulated import a_simulated_trainer_has_no_ranks, engines_agree, is_simulated, options_act
-from relax.config.violation import Violation
+from relax.config.violation import Violation, refuse
 
 Check = Callable[[Resolved], Iterable[Violation]]
 
@@ -34,6 +34,10 @@ def check_options(resolved: Resolved) -> list[Violation]:
     ]
     roles = {service.role for service in resolved.topology.services} if resolved.topology else None
     contract = violations(resolved.options, roles)
+    if is_simulated(resolved.topology):
+        # Without a model no remedy of an algorithm would help.
+        said = {violation.option for violation in found}
+        contract = [violation for violation in contract if violation.option not in said]
     named = {violation.option for violation in contract}
     return located(resolved, [*(violation for violation in found if violation.option not in named), *contract])
 
@@ -79,24 +83,20 @@ def _reads(*names: str) -> Callable[[Check], Check]:
     return register
 
 
-def _refuse(options: Options, name: str, problem: str, fix: str) -> Violation:
-    return Violation(flag(name), getattr(options, name), problem, fix)
-
-
 @_reads("num_rollout", "num_epoch")
 def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     if options.num_rollout is None and options.num_epoch is None:
-        yield _refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+        yield refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
 
 
 @_reads("run_name")
 def _the_name_can_name_a_directory(resolved: Resolved) -> Iterator[Violation]:
     name = resolved.options.run_name
     if not re.fullmatch(RUN_NAME, name):
-        yield _refuse(resolved.options, "run_name", "is no name", NAME_FIX)
+        yield refuse(resolved.options, "run_name", "is no name", NAME_FIX)
     elif len(name) > LONGEST_RUN_NAME:
-        yield _refuse(resolved.options, "run_name", "is too long", f"Give at most {LONGEST_RUN_NAME} characters.")
+        yield refuse(resolved.options, "run_name", "is too long", f"Give at most {LONGEST_RUN_NAME} characters.")
 
 
 @_reads("rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "num_steps_per_rollout")
@@ -111,11 +111,11 @@ def _batch_sizes_divide(resolved: Resolved) -> Iterator[Violation]:
     if options.is_set("global_batch_size") and not options.is_set("num_steps_per_rollout"):
         near = sorted(divisors, key=lambda size: abs(size - step))[:3]
         fix = f"Set it to a divisor of {samples}, e.g. {_either(sorted(near))}."
-        yield _refuse(options, "global_batch_size", f"{batch}, which steps of {step} do not divide", fix)
+        yield refuse(options, "global_batch_size", f"{batch}, which steps of {step} do not divide", fix)
     elif options.is_set("global_batch_size"):
         problem = f"{batch}, but {steps} steps of {step} are {steps * step}"
         fix = f"Set --global-batch-size {samples // steps or 1} or leave it out." if samples % steps == 0 else ""
-        yield _refuse(
+        yield refuse(
             options,
             "global_batch_size",
             problem,
@@ -124,51 +124,18 @@ def _batch_sizes_divide(resolved: Resolved) -> Iterator[Violation]:
     else:
         near = sorted(divisors, key=lambda count: abs(count - steps))[:3]
         fix = f"Set it to a divisor of {samples}, e.g. {_either(sorted(near))}."
-        yield _refuse(options, "num_steps_per_rollout", f"{batch}, which {steps} steps do not divide", fix)
+        yield refuse(options, "num_steps_per_rollout", f"{batch}, which {steps} steps do not divide", fix)
 
 
-@_reads("max_staleness", "rollout_lead", "update_weights_interval")
-def _staleness_lead_and_interval(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    bound, lead, interval = options.max_staleness, options.rollout_lead, options.update_weights_interval
-    if lead > bound:
-        problem = f"batches this far ahead would be trained too old: --max-staleness is {bound}"
-        yield _refuse(options, "rollout_lead", problem, f"Set --rollout-lead to at most {bound}, or leave it out.")
-    if interval - 1 > min(bound, lead):
-        which = "--max-staleness" if bound < interval - 1 else "--rollout-lead"
-        problem = f"rollout would wait for ever for a version that only the next batches bring: {which} is too small"
-        fix = f"Set --max-staleness and --rollout-lead to at least {interval - 1}, or --update-weights-interval to 1."
-        yield _refuse(options, "update_weights_interval", problem, fix)
-
-
-@_reads("max_staleness", "use_tis", "use_rollout_logprobs", "no_off_policy_correction", "advantage_estimator")
-def _off_policy_correction_is_explicit(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    corrected = options.use_tis or options.use_rollout_logprobs
-    if options.no_off_policy_correction and (options.max_staleness == 0 or corrected):
-        why = "in lockstep there is nothing to correct" if options.max_staleness == 0 else "a correction is on"
-        yield _refuse(options, "no_off_policy_correction", f"cannot act: {why}", "Leave it out.")
-    if options.max_staleness == 0 or corrected or options.no_off_policy_correction or is_simulated(resolved.topology):
-        return
-    problem = (
-        "samples of older policies need a correction, and there is none: with recomputed log-probs and one step per "
-        "batch the ratio is 1, so that clipping cannot act"
-    )
-    fix = "Add --use-tis or --use-rollout-logprobs; or --no-off-policy-correction, if that is what you want to study."
-    yield _refuse(options, "max_staleness", problem, fix)
-
-
-@_reads("partial_rollout", "max_staleness", "mask_offpolicy_in_partial_rollout")
-def _samples_of_several_versions(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    if options.partial_rollout and options.max_staleness == 0:
-        problem = "in lockstep every token is of the trainer's version, so no sample may go on under new weights"
-        fix = f"Leave {flag('partial_rollout')} out, or set {flag('max_staleness')} to 1 or more."
-        yield _refuse(options, "partial_rollout", problem, fix)
-    if options.mask_offpolicy_in_partial_rollout and not options.partial_rollout:
-        problem = f"cannot act: without {flag('partial_rollout')} no sample holds two versions"
-        fix = f"Add {flag('partial_rollout')}, or leave it out."
-        yield _refuse(options, "mask_offpolicy_in_partial_rollout", problem, fix)
+_reads("max_staleness", "rollout_lead", "update_weights_interval")(asynchrony.staleness_lead_and_interval)
+_reads("max_staleness", "use_tis", "use_rollout_logprobs", "no_off_policy_correction", "advantage_estimator")(
+    asynchrony.off_policy_correction_is_explicit
+)
+_reads("max_staleness", "partial_rollout", "mask_offpolicy_in_partial_rollout")(asynchrony.samples_of_several_versions)
+_reads("max_staleness", "over_sampling_batch_size", "rollout_batch_size")(asynchrony.spare_groups)
+_reads("straggler_timeout", "rollout_lead")(asynchrony.stragglers_can_be_told)
+_reads("max_staleness", "rollout_credit")(asynchrony.credit)
+_reads("dynamic_sampling_filter_path", "n_samples_per_prompt")(asynchrony.a_group_can_pass_the_filter)
 
 
 @_reads(
@@ -188,22 +155,22 @@ def _schedule(resolved: Resolved) -> Iterator[Violation]:
     if style == "constant":
         for name in ("lr_decay_steps", "min_lr"):
             if options.is_set(name):
-                yield _refuse(
+                yield refuse(
                     options, name, "cannot act: --lr-decay-style is constant", "Leave it out, or choose a style."
                 )
     elif steps is None:
         fix = "Set --lr-decay-steps (in optimizer steps) or --num-rollout."
-        yield _refuse(options, "lr_decay_style", "needs to know where the decay ends", fix)
+        yield refuse(options, "lr_decay_style", "needs to know where the decay ends", fix)
     elif options.min_lr > options.lr:
-        yield _refuse(options, "min_lr", f"is above --lr {options.lr:g}", "Set it below.")
+        yield refuse(options, "min_lr", f"is above --lr {options.lr:g}", "Set it below.")
     elif options.min_lr > options.critic_lr:
-        yield _refuse(options, "min_lr", f"is above --critic-lr {options.critic_lr:g}", "Set it below.")
+        yield refuse(options, "min_lr", f"is above --critic-lr {options.critic_lr:g}", "Set it below.")
     end = steps if style != "constant" else None
     if end is None and options.num_rollout is not None:
         end = (options.num_rollout - options.num_critic_only_steps) * options.num_steps_per_rollout
     if end is not None and 0 < end <= warmup:
         problem = f"the whole schedule has {end} optimizer steps, so the rate would never reach --lr"
-        yield _refuse(options, "lr_warmup_steps", problem, f"Set it below {end}.")
+        yield refuse(options, "lr_warmup_steps", problem, f"Set it below {end}.")
 
 
 @_reads("num_critic_only_steps", "num_rollout")
@@ -212,7 +179,7 @@ def _the_policy_trains(resolved: Resolved) -> Iterator[Violation]:
     if options.num_rollout is not None and options.num_critic_only_steps >= options.num_rollout:
         problem = f"the run has {options.num_rollout} batches, so the policy would never train"
         fix = f"Set it below --num-rollout {options.num_rollout}."
-        yield _refuse(options, "num_critic_only_steps", problem, fix)
+        yield refuse(options, "num_critic_only_steps", problem, fix)
 
 
 @_reads("ref_update_interval", "update_weights_interval")
@@ -221,7 +188,7 @@ def _the_reference_is_refreshed_by_published_versions(resolved: Resolved) -> Ite
     every, published = options.ref_update_interval, options.update_weights_interval
     if every is not None and every % published:
         problem = f"the versions it needs are not published: --update-weights-interval is {published}"
-        yield _refuse(options, "ref_update_interval", problem, f"Set it to a multiple of {published}.")
+        yield refuse(options, "ref_update_interval", problem, f"Set it to a multiple of {published}.")
 
 
 @_reads(
@@ -230,7 +197,7 @@ def _the_reference_is_refreshed_by_published_versions(resolved: Resolved) -> Ite
 def _ranks(resolved: Resolved) -> Iterator[Violation]:
     if resolved.options.sequence_parallel and resolved.options.tensor_parallel_size == 1:
         problem = "cannot act: --tensor-parallel-size is 1"
-        yield _refuse(resolved.options, "sequence_parallel", problem, "Leave it out.")
+        yield refuse(resolved.options, "sequence_parallel", problem, "Leave it out.")
     for service in resolved.topology.services if resolved.topology else ():
         if service.role not in RANKED:
             continue

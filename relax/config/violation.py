@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from relax.config.fields import flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,11 @@ class Violation:
     def __str__(self) -> str:
         where = f" (from {self.source})" if self.source else ""
         return f"{self.option} = {self.value!r}{where}: {self.problem}. {self.fix}"
+
+
+def refuse(options: Any, name: str, problem: str, fix: str) -> Violation:
+    """The value that `options` hold for the option `name` is refused."""
+    return Violation(flag(name), getattr(options, name), problem, fix)
 
 
 class ConfigError(Exception):
