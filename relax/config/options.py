@@ -112,9 +112,8 @@ class AsyncOptions(Section):
     no_off_policy_correction: bool = opt(False, "train stale samples without any correction; say it explicitly")
     straggler_timeout: float | None = opt(
         None,
-        "seconds a group may block a commit before it is dropped (none: wait)",
+        "seconds a group may block a commit before it is dropped and drawn again (none: wait; 0: at once)",
         ge=0,
-        unavailable="Training waits for its stragglers, by name in the log.",
     )
     partial_rollout: bool = opt(
         False,
@@ -124,7 +123,9 @@ class AsyncOptions(Section):
         False, "train a sample's tokens of its newest version alone; the older ones leave loss, deadline and staleness"
     )
     over_sampling_batch_size: int | None = opt(
-        None, "groups issued per batch in lockstep, P of them trained", ge=1, unavailable="Leave it out."
+        None,
+        "groups sampled for a batch in lockstep; the P that are ready first are trained, which favours short responses",
+        ge=1,
     )
 
 
@@ -239,10 +240,10 @@ class SystemOptions(Section):
         600.0, "seconds without progress after which the run ends, saying what it waits for", gt=0
     )
     restart_budget: str = opt("3/600", "restarts per service / seconds", unavailable=NO_RESTART, metavar="N/SECONDS")
-    insecure: bool = opt(False, "allow plain TCP beyond this host; anyone who reaches the port can join the run")
     keys: Path | None = opt(
         None, "directory with the run's key, from relax-launch --keygen; needed beyond this host", metavar="DIR"
     )
+    insecure: bool = opt(False, "allow plain TCP beyond this host; anyone who reaches the port can join the run")
 
 
 class SimulationOptions(Section):

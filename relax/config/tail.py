@@ -41,12 +41,17 @@ def check_tail(options: Any) -> list[Violation]:
     return [Violation(flag("num_epoch"), epochs, told, f"{fix}.")]
 
 
-def planned_batches(options: Any) -> int | None:
+def planned_batches(options: Any, *, prompts: int | None = None) -> int | None:
     """How many batches the run will have: the earlier of --num-rollout and --num-epoch. None when that is not known
-    beforehand: how many prompts --overlong-prompts filter leaves, or the prompts are on another host."""
+    beforehand: how many prompts --overlong-prompts filter leaves, or the prompts are on another host.
+
+    `prompts` is the size of the dataset, for callers that have it open.
+    """
     if options.num_epoch is None:
         return options.num_rollout
-    prompts = None if options.overlong_prompts == "filter" else prompt_count(options)
+    if options.overlong_prompts == "filter":
+        return None
+    prompts = prompt_count(options) if prompts is None else prompts
     if prompts is None:
         return None
     batches = -(-prompts * options.num_epoch // options.rollout_batch_size)

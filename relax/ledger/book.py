@@ -18,8 +18,8 @@ class GroupBook:
 
     Stages act under a lease (group, attempt, lineage, fence): `advance` moves the group only if the lease is the one
     the book gave out last and the report is news, so duplicates and zombies change nothing; they are counted in
-    `stale`. The owner (the controller) acts by group id: `draw`, `issue`, `lost`, `drop`, `commit`, `take_back`,
-    `trained`; an act that the life of a group does not have is an error of the owner and raises LedgerError.
+    `stale`. The owner (the controller) acts by group id: `draw`, `issue`, `lost`, `parked`, `drop`, `commit`,
+    `take_back`, `trained`; an act that the life of a group does not have is its error and raises LedgerError.
 
     Groups that ended are forgotten once saved. `save` hands a turn's changes to the ledger; a group that changed more
     than once in a turn is one row. A resume is a new book of a higher lineage in which the revived groups are drawn in
@@ -153,6 +153,15 @@ class GroupBook:
         record = self._expect(group, State.ISSUED, State.SAMPLED, State.SCORED, State.READY)
         self._event(record, "lost", detail)
         record.forget_result()
+        self._touch(record)
+
+    def parked(self, group: int, oldest: int | None, detail: str = "") -> None:
+        """A replica gave a group back with what it had sampled, `oldest` the oldest version among its tokens; it waits
+        to go on at any replica, with the same attempt."""
+        record = self._expect(group, State.ISSUED)
+        self._event(record, "parked", detail)
+        record.forget_result()
+        record.oldest = oldest
         self._touch(record)
 
     def drop(self, group: int, reason: str, batch: int, *, again: bool = False) -> None:

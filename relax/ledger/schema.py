@@ -4,7 +4,8 @@ SCHEMA_VERSION = 1
 
 # Times are Unix seconds. A draw is one (group, attempt) of one lineage; its row tells the last lease of its life, the
 # leases before are in `events`. `batch` of a trained group is the batch that trained it, of a dropped one the trainer's
-# version when it was dropped: what a cut at batch c revives is `ended_at IS NULL OR batch >= c`.
+# version when it was dropped: what a cut at batch c revives is `ended_at IS NULL OR batch >= c`, except for a drop with
+# the reason `surplus`: its prompt is a group of a higher id already, with the same attempt, drawn in the same turn.
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
@@ -67,7 +68,7 @@ CREATE TABLE versions (
     PRIMARY KEY (lineage, version)
 ) WITHOUT ROWID;
 
--- What leaves the straight way: lost leases and commits taken back.
+-- What leaves the straight way: lost leases, groups parked with their tokens, commits taken back.
 CREATE TABLE events (
     event_id INTEGER PRIMARY KEY,
     time     REAL NOT NULL,
@@ -75,7 +76,7 @@ CREATE TABLE events (
     group_id INTEGER NOT NULL,
     attempt  INTEGER NOT NULL,
     fence    INTEGER NOT NULL,
-    event    TEXT NOT NULL,  -- lost, taken_back
+    event    TEXT NOT NULL,  -- lost, parked, taken_back
     state    TEXT NOT NULL,  -- the state it left
     holder   TEXT,
     batch    INTEGER,

@@ -21,7 +21,7 @@ class State(IntEnum):
     once.
     """
 
-    PENDING = 0  # drawn from the data, or lost: to be issued
+    PENDING = 0  # drawn from the data, lost or parked: to be issued
     ISSUED = 1  # a replica holds the lease
     SAMPLED = 2  # all samples have ended
     SCORED = 3

@@ -85,6 +85,7 @@ class Service:
         self.incarnation = secrets.token_hex(4)
         self.log = structlog.get_logger().bind(run=context.run.run_id)
         self.members: dict[str, Member] = {}
+        self._of_role: dict[str, list[Member]] = {}
         self.counters: dict[str, float] = defaultdict(float)  # they only grow, and travel with every heartbeat
         self.activity = "starting"
         self.clean = False  # told to end, not failed: `release` may say goodbye to others
@@ -242,7 +243,9 @@ class Service:
 
     def of_role(self, role: str) -> list[Member]:
         """Live members of a role, by name."""
-        return sorted((m for m in self.members.values() if m.role == role), key=lambda m: m.name)
+        if role not in self._of_role:
+            self._of_role[role] = sorted((m for m in self.members.values() if m.role == role), key=lambda m: m.name)
+        return self._of_role[role]
 
     async def member(self, role: str, key: int = 0) -> Member:
         """The member of a role that serves `key`; waits for the first one to join, at most the startup timeout."""
@@ -301,6 +304,7 @@ class Service:
         for endpoint in gone:
             self.mailbox.forget(endpoint)
         self.members = {m.name: m for m in members}
+        self._of_role = {}
         changed, self._members_changed = self._members_changed, asyncio.Event()
         changed.set()
 

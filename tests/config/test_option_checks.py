@@ -39,6 +39,9 @@ LEGAL: list[dict[str, Any]] = [
     {"max_staleness": 4, "rollout_lead": 3, "update_weights_interval": 4, "use_tis": True},
     {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "min_lr": 1e-7},
     {"num_rollout": None, "num_epoch": 1},
+    {"straggler_timeout": 5.0},
+    {"straggler_timeout": 0.0, "max_staleness": 1, "use_tis": True},
+    {"over_sampling_batch_size": 6, "straggler_timeout": 5.0},
     PPO | {"num_critic_only_steps": 3, "critic_lr": 1e-5},
     KL | {"ref_update_interval": 2},
     KL | {"ref_update_interval": 4, "update_weights_interval": 2, "max_staleness": 1, "use_tis": True},
@@ -79,6 +82,12 @@ REFUSED: list[tuple[dict[str, Any], str, list[str]]] = [
         {"max_staleness": 1},
         "--max-staleness",
         ["clipping cannot act", "--use-tis", "--use-rollout-logprobs", "--no-off-policy-correction"],
+    ),
+    ({"straggler_timeout": 0.0}, "--straggler-timeout", ["--rollout-lead 0", "that a group usually takes"]),
+    (
+        {"straggler_timeout": 0.0, "max_staleness": 2, "rollout_lead": 0, "use_tis": True},
+        "--straggler-timeout",
+        ["--rollout-lead 0"],
     ),
     ({"no_off_policy_correction": True}, "--no-off-policy-correction", ["in lockstep"]),
     (

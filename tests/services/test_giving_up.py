@@ -3,57 +3,74 @@
 import asyncio
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_version import FakeDraws, controller
+from desk import Desk, desk, sender
+from structlog.testing import capture_logs
 
 from relax.ledger.states import State
-from relax.protocol.messages import Filtered, Lease, Member, Ready, Register
-from relax.services.controller import ALIVE_SECONDS, FILTERED_BATCHES, Controller
+from relax.protocol.messages import Filtered, Member, Register, Rejected
+from relax.services.control.draws import STRIKES
+from relax.services.control.groups import FILTERED_BATCHES
+from relax.services.controller import ALIVE_SECONDS
 from relax.services.service import ServiceError, shared_options
 
 
-def issue(it: Controller, group: int) -> Lease:
-    it.book.draw(group, group, 0)
-    lease = it.book.issue(group, "rollout-0", 0)
-    it.gate.issue(group, 0)
-    return lease
+def filter_group(it: Desk, group: int) -> None:
+    it.groups.filtered(Filtered(it.book.lease(group), "too_few_rewards"), sender("advantages-0"))
 
 
-def controller_of(tmp_path: Path) -> Controller:
-    it = controller(tmp_path, max_staleness=2, rollout_lead=2, use_tis=True)
-    it.draws = FakeDraws(SimpleNamespace(prompt_id=1, epoch=0))  # type: ignore[assignment]
-    return it
+def next_group(it: Desk) -> int:
+    it.turn()
+    return it.book.in_state(State.ISSUED)[0]
 
 
 def test_groups_that_are_all_filtered_end_the_run_with_the_reason(tmp_path: Path) -> None:
-    it = controller_of(tmp_path)
-
-    async def filter_all() -> None:
-        for group in range(1, 100):
-            await it.on_filtered(Filtered(issue(it, group), "too_few_rewards"), None)
-
+    it = desk(tmp_path, rollout_batch_size=1)
+    for _ in range(FILTERED_BATCHES - 1):
+        filter_group(it, next_group(it))
+    group = next_group(it)
     with pytest.raises(ServiceError, match=f"{FILTERED_BATCHES} groups in a row.*too_few_rewards"):
-        asyncio.run(filter_all())
+        filter_group(it, group)
 
 
 def test_one_usable_group_between_them_lets_the_run_go_on(tmp_path: Path) -> None:
-    it = controller_of(tmp_path)
-
-    async def filter_most() -> None:
-        for group in range(1, FILTERED_BATCHES):
-            await it.on_filtered(Filtered(issue(it, group), "too_few_rewards"), None)
-        good = issue(it, FILTERED_BATCHES)
-        it.book.advance(good, State.SAMPLED, oldest=0, tokens=1)
-        await it.on_ready(Ready(good, 0, 1), SimpleNamespace(name="advantages"))
-        await it.on_filtered(Filtered(issue(it, FILTERED_BATCHES + 1), "too_few_rewards"), None)
-
-    asyncio.run(filter_most())
+    it = desk(tmp_path, rollout_batch_size=1, max_staleness=2, use_tis=True)
+    for _ in range(FILTERED_BATCHES - 1):
+        filter_group(it, next_group(it))
+    it.ready(it.book.lease(next_group(it)))
+    filter_group(it, next_group(it))
 
 
-def register(it: Controller, incarnation: str) -> Any:
+def rejected(it: Desk, group: int, detail: str = "no label") -> Rejected:
+    return Rejected(it.book.lease(group), "reward", "reward_exception", detail)
+
+
+def test_a_prompt_whose_draws_are_all_rejected_is_set_aside_with_what_the_users_code_raised(tmp_path: Path) -> None:
+    it = desk(tmp_path, rollout_batch_size=2)
+    with capture_logs() as logs:
+        for attempt in range(STRIKES):
+            it.turn()
+            assert it.book[0].attempt == attempt
+            it.groups.rejected(rejected(it, 0), sender("reward-0"))
+    (told,) = [record for record in logs if record["event"] == "prompt_set_aside"]
+    assert told["log_level"] == "error" and told["prompt_id"] == 0
+    assert (told["stage"], told["reason"], told["error"]) == ("reward", "reward_exception", "no label")
+    assert 0 not in it.book and it.book.conservation().dropped == {"reward_exception": 2, "set_aside": 1}
+    assert it.pace.counts.values()["rollout/set_aside"] == 1
+
+
+def test_prompts_that_are_all_set_aside_end_the_run(tmp_path: Path) -> None:
+    it = desk(tmp_path, rollout_batch_size=1)
+    for _ in range(STRIKES - 1):
+        it.groups.rejected(rejected(it, next_group(it)), sender("reward-0"))
+    last = rejected(it, next_group(it))
+    with pytest.raises(ServiceError, match="no label"):
+        it.groups.rejected(last, sender("reward-0"))
+
+
+def register(it: Desk, incarnation: str) -> Any:
     member = Member("rollout-0", "rollout", f"inproc://{incarnation}", incarnation)
     return it.on_register(Register(member, "", 7, shared_options(it.options)), None)
 
@@ -64,7 +81,7 @@ def register(it: Controller, incarnation: str) -> Any:
     ids=["alive", "dead"],
 )
 def test_a_name_belongs_to_one_process_of_a_run(tmp_path: Path, silent: float, told: str) -> None:
-    it = controller_of(tmp_path)
+    it = desk(tmp_path)
     it.registry.entries["rollout-0"].heard = time.monotonic() - silent
 
     async def second_life() -> int | None:

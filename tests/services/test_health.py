@@ -4,8 +4,8 @@ import pytest
 
 from relax.config.options import Options
 from relax.protocol.messages import Member, Register
-from relax.services.health import trouble
-from relax.services.registry import ALWAYS_NEEDED, Registry
+from relax.services.control.health import trouble
+from relax.services.control.registry import ALWAYS_NEEDED, Registry
 
 OPTIONS = Options(startup_timeout=10, peer_timeout=20, stall_timeout=30)
 
@@ -29,5 +29,5 @@ def registry(*roles: str, heard: float = 0.0) -> Registry:
     ids=["well", "still joining", "missing", "silent", "stalled"],
 )
 def test_trouble_names_who_and_how_long(who: Registry, now: float, moved: float, told: str | None) -> None:
-    found = trouble(who, OPTIONS, now=now, started=0.0, moved=moved, waits="batch 3 waits")
+    found = trouble(who, OPTIONS, now=now, started=0.0, moved=moved, waits=lambda: "batch 3 waits")
     assert found is None if told is None else found is not None and found.startswith(told)

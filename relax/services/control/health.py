@@ -1,11 +1,13 @@
 """When a run cannot go on: somebody never came, somebody is silent, nothing moves."""
 
+from collections.abc import Callable
+
 from relax.config.options import Options
-from relax.services.registry import Registry
+from relax.services.control.registry import Registry
 
 
 def trouble(
-    registry: Registry, options: Options, *, now: float, started: float, moved: float, waits: str
+    registry: Registry, options: Options, *, now: float, started: float, moved: float, waits: Callable[[], str]
 ) -> str | None:
     """What ends the run now, with the name of who is to blame; None while all is well.
 
@@ -22,5 +24,5 @@ def trouble(
         )
     if now - moved > options.stall_timeout:
         who = "; ".join(f"{entry.member.name} is {entry.activity}" for entry in registry.entries.values())
-        return f"nothing has moved for --stall-timeout {options.stall_timeout:g} s: {waits}; {who}"
+        return f"nothing has moved for --stall-timeout {options.stall_timeout:g} s: {waits()}; {who}"
     return None

@@ -61,6 +61,12 @@ class Registry:
         self.entries[name] = entry
         return entry
 
+    def remove(self, member: Member) -> None:
+        """This life of a service is no member any more."""
+        held = self.entries.get(member.name)
+        if held is not None and held.member == member:
+            del self.entries[member.name]
+
     def other_life(self, member: Member) -> Entry | None:
         """The entry under this name of another process, alive or dead."""
         held = self.entries.get(member.name)

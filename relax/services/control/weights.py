@@ -1,0 +1,74 @@
+"""Which weights the replicas serve: published versions, announcements, and what each replica says it serves."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from relax.config.options import Options
+from relax.gate.gate import Gate
+from relax.ledger.book import GroupBook
+from relax.protocol.messages import Announce, Member, Published, Serving
+from relax.services.control.outbox import Outbox
+from relax.services.control.replicas import Replica, Replicas
+from relax.weights.manifest import Manifest
+
+
+class Weights:
+    """`newest` is the newest published version; None before the first."""
+
+    def __init__(
+        self,
+        options: Options,
+        gate: Gate,
+        book: GroupBook,
+        replicas: Replicas,
+        outbox: Outbox,
+        peers: Callable[[str], list[Member]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gate, self._book, self._replicas, self._outbox = gate, book, replicas, outbox
+        self._peers, self._clock = peers, clock
+        self._refreshes_reference = options.ref_update_interval is not None
+        self.newest: Published | None = None
+        self._early: Published | None = None
+
+    def published(self, message: Published, sender: Any) -> None:
+        if message.version > self._gate.version:
+            # The actor does not wait for the critic; a version counts as published once v has risen to it.
+            self._early = message
+        else:
+            self._publish(message)
+
+    def version_rose(self) -> None:
+        """What the actor has published early counts now."""
+        if self._early is not None:
+            early, self._early = self._early, None
+            self._publish(early)
+
+    def _publish(self, message: Published) -> None:
+        tag = Manifest.from_json(message.manifest).tag
+        self.newest = message
+        self._gate.published(message.version)
+        self._book.published(tag.version, step=tag.step, digest=tag.digest, size=tag.bytes, created_at=tag.created_at)
+        for replica in self._replicas:
+            self.announce(replica)
+        if self._refreshes_reference:
+            for reference in self._peers("reference"):
+                self._outbox.say(reference.endpoint, Announce(message.version, message.manifest))
+
+    def announce(self, replica: Replica) -> None:
+        """Tell a replica of the newest version, if there is one and it stays."""
+        if self.newest is not None and not replica.leaving:
+            replica.announced = self._clock()
+            self._outbox.say(replica.member.endpoint, Announce(self.newest.version, self.newest.manifest))
+
+    def serving(self, message: Serving, sender: Any) -> None:
+        replica = self._replicas.get(sender.name)
+        if replica is None or replica.member.incarnation != sender.incarnation:
+            return
+        self._replicas.serves(replica, message.version, message.capacity)
+        # What went on through the update may have older tokens, whoever has not said so yet.
+        may_have_tokens = {(lease.group, lease.fence) for lease in message.running}
+        for group, fence in replica.samples.items():
+            if (group, fence) not in may_have_tokens:
+                self._gate.acknowledged(group, message.version)
