@@ -10,14 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @pytest.fixture(scope="session")
 def lockstep(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
-    """Six batches in lockstep: a tied model, temperature 0.7."""
-    return tiny_run.launch(tmp_path_factory.mktemp("lockstep"), rollout_temperature=0.7)
-
-
-@pytest.fixture(scope="session")
-def lockstep_again(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
-    """The same run once more."""
-    return tiny_run.launch(tmp_path_factory.mktemp("again"), rollout_temperature=0.7)
+    """Twenty batches in lockstep, two optimizer steps each: a tied model, temperature 0.7."""
+    folder = tmp_path_factory.mktemp("lockstep")
+    return tiny_run.launch(folder, num_rollout=20, num_steps_per_rollout=2, rollout_temperature=0.7)
 
 
 @pytest.fixture(scope="session")

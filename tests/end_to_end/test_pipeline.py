@@ -43,24 +43,19 @@ def test_a_run_ends_by_itself_with_one_complete_row_a_batch(name: str, request: 
 
 
 def test_every_token_of_a_lockstep_batch_is_of_its_version(lockstep: tiny_run.Run) -> None:
-    assert lockstep.column("train/staleness/max") == [0.0] * 6
-    assert lockstep.column("train/staleness/tokens/max") == [0.0] * 6
+    assert lockstep.column("train/staleness/max") == [0.0] * 20
+    assert lockstep.column("train/staleness/tokens/max") == [0.0] * 20
     with queries.read(lockstep.directory / "ledger.sqlite") as ledger:
         assert ledger.execute("SELECT count(*) FROM groups WHERE oldest != batch OR version != batch").fetchone() == (
             0,
         )
 
 
-def test_two_lockstep_runs_of_one_seed_are_equal(lockstep: tiny_run.Run, lockstep_again: tiny_run.Run) -> None:
-    for name in ("train/loss", "train/grad_norm", "rollout/raw_reward", "train/entropy"):
-        assert lockstep.column(name) == lockstep_again.column(name)
-
-
 @pytest.mark.parametrize("name", ["lockstep", "untied"])
 def test_engine_and_trainer_agree_on_log_probs_before_and_after_updates(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Batch 0 is sampled at version 0, batch 5 after five updates; both sides scale by the temperature."""
+    """From version 0 to the one before the last; both sides scale by the temperature."""
     run = request.getfixturevalue(name)
     assert max(run.column("train/train_rollout_logprob_abs_diff_max")) < 1e-4
     assert min(run.column("train/grad_norm")) > 0, "weights that never change would agree trivially"
@@ -106,4 +101,4 @@ def test_the_export_is_a_hugging_face_model_with_the_last_weights(lockstep: tiny
 
 def test_the_ledger_is_plain_sqlite(lockstep: tiny_run.Run) -> None:
     with sqlite3.connect(lockstep.directory / "ledger.sqlite") as ledger:
-        assert ledger.execute("SELECT count(*) FROM groups WHERE state = 'trained'").fetchone() == (24,)
+        assert ledger.execute("SELECT count(*) FROM groups WHERE state = 'trained'").fetchone() == (80,)
