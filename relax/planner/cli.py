@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from relax.config.flags import Parser
 from relax.config.violation import ConfigError
 from relax.planner.inputs import Inputs, read
-from relax.planner.pipeline import Pipeline
+from relax.planner.pipeline import Pipeline, UnusableError
 from relax.planner.prediction import Prediction, recommend
 
 REFUSED = 2
@@ -19,15 +19,12 @@ WIDTH = 120
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, or 2 when the run or the sweep is refused."""
+    """The exit code: 0, or 2 when the run or the sweep is refused, or no setting of it would train anything."""
     try:
         given = _parser().parse(sys.argv[1:] if argv is None else argv)
         inputs = read(given)
     except ConfigError as refused:
-        print("refused:", file=sys.stderr)
-        for violation in refused.violations:
-            print(f"  - {violation}", file=sys.stderr)
-        return REFUSED
+        return _refuse(map(str, refused.violations))
     own = given.own
     if inputs.options.overlong_prompts == "filter":
         told = "warning: which prompts --overlong-prompts filter leaves out is not known here; all are planned"
@@ -38,11 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from relax.planner.report import Change, changes, show
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    left_out = list(inputs.left_out)
+    predictions = []
     with Console(stderr=True).status("planning"):
-        predictions = [Pipeline(setting, inputs.lengths).predict() for setting in inputs.settings]
+        for setting in inputs.settings:
+            try:
+                predictions.append(Pipeline(setting, inputs.lengths).predict())
+            except UnusableError as useless:
+                left_out.append(f"{setting}: {useless}")
+        if not predictions:
+            return _refuse(left_out)
         best = recommend(predictions, own.within)
         what_if = [Change(name, Pipeline(at, inputs.lengths).predict()) for name, at in changes(best.setting)]
-    show(console, inputs, predictions, best, what_if, own.within)
+    show(console, inputs, predictions, best, what_if, left_out, own.within)
     if own.plot is not None:
         from relax.planner.plot import draw
 
@@ -51,6 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if own.json is not None:
         own.json.write_text(json.dumps(_record(inputs, predictions, best), indent=1) + "\n")
     return 0
+
+
+def _refuse(reasons: Iterable[str]) -> int:
+    print("refused:", file=sys.stderr)
+    for reason in reasons:
+        print(f"  - {reason}", file=sys.stderr)
+    return REFUSED
 
 
 def _record(inputs: Inputs, predictions: Sequence[Prediction], best: Prediction) -> dict[str, Any]:

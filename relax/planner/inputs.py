@@ -70,11 +70,10 @@ def read(given: Given) -> Inputs:
     setting = _setting(resolved, own)
     settings, left_out = [], []
     for point in _points(options, setting, own):
-        at = f"S = {point.max_staleness}, L = {point.lead}"
         if point.problem is None:
             settings.append(point)
         else:
-            left_out.append(f"{at}: {point.problem}")
+            left_out.append(f"{point}: {point.problem}")
     if not settings:
         raise ConfigError([Violation("--sweep-staleness", _text(own.sweep_staleness), left_out[0], "Plan others.")])
     return Inputs(resolved, setting, tuple(settings), tuple(left_out), lengths, prompts)

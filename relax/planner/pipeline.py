@@ -178,6 +178,8 @@ class Pipeline:
         self._turn()
 
     def _issue(self) -> None:
+        if not (self.draws.waiting or self.gate.free_slots > 0):
+            return
         team: list[str] = []
         if self._lockstep:
             team = self._team

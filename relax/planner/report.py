@@ -39,11 +39,12 @@ def show(
     predictions: Sequence[Prediction],
     best: Prediction,
     what_if: Sequence[Change],
+    left_out: Sequence[str],
     within: float,
 ) -> None:
     _head(console, inputs, best)
     console.print(_table(inputs, predictions, best))
-    for line in inputs.left_out:
+    for line in left_out:
         console.print(f"Left out: {line}.")
     _recommend(console, predictions, best, within)
     for change in what_if:

@@ -5,10 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One run. Times in seconds; a *hop* is the way of one message from service to service.
-
-    Raises ValueError for numbers that make no run; `problem` says so without raising.
-    """
+    """One run. Times in seconds; a *hop* is the way of one message from service to service."""
 
     replicas: tuple[str, ...]  # names, as the topology gives them
     speeds: tuple[float, ...]  # tokens per second of one slot, a replica
@@ -29,6 +26,9 @@ class Setting:
     partial_rollout: bool = False
     mask_offpolicy: bool = False
     over_sampling: int | None = None
+
+    def __str__(self) -> str:
+        return f"S = {self.max_staleness}, L = {self.lead}"
 
     @property
     def problem(self) -> str | None:
