@@ -1,7 +1,7 @@
 """Starts the processes of a run, watches them, and leaves none behind.
 
 A run goes through: starting -> running -> (ended | failed | interrupted) -> stopping -> swept. `failed` is the first
-process that ends with another code than 0, or one that ends before the run does.
+process that ends with another code than 0, or one other than a rollout replica that ends before the run does.
 """
 
 import os
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
@@ -167,8 +167,9 @@ class Supervisor:
         return Outcome(1, text, {child.name: child.how() for child in failed})
 
     def _ended_too_early(self) -> list[Child]:
-        now = datetime.now(UTC)
-        return [c for c in self.children if c.ended_at and (now - c.ended_at).total_seconds() > self.peer_timeout]
+        """A rollout replica may leave the run; the controller, which knows the others, ends a run that has none."""
+        end = datetime.now(UTC) - timedelta(seconds=self.peer_timeout)
+        return [c for c in self.children if c.ended_at and c.ended_at < end and c.plan.role != "rollout"]
 
     def _stop(self, ended: float) -> None:
         """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.

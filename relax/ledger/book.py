@@ -67,14 +67,6 @@ class GroupBook:
         """Open groups in one of `states`, in group order."""
         return sorted(group for group, record in self._open.items() if record.state in states)
 
-    def held_by(self, holder: str) -> list[int]:
-        """Open groups whose lease `holder` has, in group order: what is lost when it dies."""
-        return sorted(
-            group
-            for group, record in self._open.items()
-            if record.holder == holder and record.state is not State.PENDING
-        )
-
     def conservation(self) -> Conservation:
         """Counts that must add up; `in_flight` is counted afresh from the open groups, the others as they happened."""
         flying = Counter(record.state for record in self._open.values() if record.first_issued_at is not None)

@@ -194,6 +194,15 @@ def test_a_service_that_ends_early_ends_the_run_after_the_peer_timeout(launch: L
     assert launch.nothing_is_left()
 
 
+def test_a_rollout_replica_may_leave_the_run(launch: Launch) -> None:
+    scripts = all_done("controller", "rollout_0", "reward_0", "advantages", "actor")
+    busy = dict.fromkeys(("reward_0", "advantages", "actor"), "sleep=2.5 exit=0")
+    code, _, err = launch.start(
+        "--peer-timeout", "0.5", controller="sleep=2 exit=0", rollout_0="exit=0", **busy, **scripts
+    ).end()
+    assert code == 0, err
+
+
 def test_a_failure_after_the_controllers_success_is_a_failure(launch: Launch) -> None:
     code, _, err = launch.start(controller="exit=0", actor="sleep=1 exit=4", **all_done("controller", "actor")).end()
     assert code == 1 and "actor ended with exit code 4" in err

@@ -141,13 +141,22 @@ def test_commit_taken_back_leaves_its_members_ready() -> None:
         book.take_back(0)
 
 
-def test_held_by_names_what_dies_with_a_holder() -> None:
-    book = drawn(4)
-    for group, holder in enumerate(["a", "b", "a", "a"]):
-        book.issue(group, holder, 0)
-    book.drop(2, "filtered", batch=0)
-    book.lost(3)
-    assert book.held_by("a") == [0]
+def test_a_parked_group_waits_with_its_oldest_version_and_goes_on_under_a_new_lease() -> None:
+    book = drawn(1)
+    lease = book.issue(0, "a", 3)
+    book.parked(0, 3, "handed back by a")
+    assert (book[0].state, book[0].oldest, book[0].holder) == (State.PENDING, 3, None)
+    assert isinstance(book.advance(lease, State.SAMPLED, oldest=3, tokens=7), Stale)
+    again = book.issue(0, "b", 4)
+    assert (again.attempt, again.fence) == (0, lease.fence + 1)
+    assert isinstance(book.advance(again, State.SAMPLED, oldest=3, tokens=7), Accepted)
+
+
+def test_only_what_a_replica_samples_is_parked() -> None:
+    book = drawn(1)
+    make_ready(book, 0)
+    with pytest.raises(LedgerError, match="group 0 is ready, not issued"):
+        book.parked(0, 0)
 
 
 def test_owner_is_told_of_steps_that_a_life_does_not_have() -> None:
