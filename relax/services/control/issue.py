@@ -18,7 +18,8 @@ Where = Callable[[int, Callable[[int], bool]], Replica | None]
 
 class Issue:
     """Draws to be done again go first, then the stream. One that finds no replica waits and holds no other up: a parked
-    group may wait for a replica at a newer version, while one at an older version takes a fresh prompt."""
+    group of young tokens may wait for a replica at a newer version, while one of older tokens goes on where it is. (A
+    fresh group never could where one to be done again could not: it counts for more deadlines, and takes a slot.)"""
 
     def __init__(
         self,
