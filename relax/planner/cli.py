@@ -21,7 +21,7 @@ WIDTH = 120
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, or 2 when the run or the sweep is refused, or no setting of it would train anything."""
     try:
-        given = _parser().parse(sys.argv[1:] if argv is None else argv)
+        given = make_parser().parse(sys.argv[1:] if argv is None else argv)
         inputs = read(given)
     except ConfigError as refused:
         return _refuse(map(str, refused.violations))
@@ -75,7 +75,7 @@ def _record(inputs: Inputs, predictions: Sequence[Prediction], best: Prediction)
     return {"seed": inputs.options.seed, "recommended": recommended, "settings": [row(p) for p in predictions]}
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser("relax-simulate", "Predicts what a run would do, and recommends a bound on staleness.")
     parser.add_argument("topology", type=Path, help="topology file, e.g. topologies/simulated.yaml")
     plan = parser.add_argument_group("Plan")
