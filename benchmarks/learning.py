@@ -9,14 +9,14 @@ made from all of them. A run takes one to three minutes on two cores.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import demo_runs
+from demo_runs import ROOT
+
 from relax.algorithms import registry
 
-ROOT = Path(__file__).resolve().parents[1]
 CURVES = ROOT / "benchmarks" / "learning.json"
 PLOT = ROOT / "docs" / "algorithms.png"
 BATCHES = 60
@@ -24,37 +24,25 @@ FIRST, LAST = 3, 10
 ALGORITHMS = registry.names()
 SEEDS = (1, 2, 3)
 
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
 
 def learn(algorithm: str, seed: int, directory: Path) -> list[float]:
     """The mean reward of each batch of one run in `directory`. Raises CalledProcessError when the run fails."""
-    from prepare import prepare
-
-    assets = prepare(seed)
-    flags: dict[str, object] = {
-        "run-dir": directory,
-        "seed": seed,
-        "hf-checkpoint": assets.model,
-        "prompt-data": assets.train,
-        "num-rollout": BATCHES,
-        "rollout-max-prompt-len": 8,
-        "rollout-max-response-len": 7,
-        "rollout-max-num-seqs": 256,
-        "micro-batch-size": 64,
-        "lr": 4e-4,
-        "weight-decay": 0,
+    rows = demo_runs.run(
+        ROOT / "examples" / "algorithms" / f"{algorithm}.yaml",
+        seed,
+        directory,
+        rm_exact=True,
+        num_rollout=BATCHES,
+        rollout_max_prompt_len=8,
+        rollout_max_response_len=7,
+        rollout_max_num_seqs=256,
+        micro_batch_size=64,
+        lr=4e-4,
+        weight_decay=0,
         # REINFORCE++ has one sample a prompt, the others groups of eight: 256 samples a batch for all.
-        **({"rollout-batch-size": 256} if algorithm == "reinforce_plus_plus" else {"rollout-batch-size": 32}),
-    }
-    recipe = ROOT / "examples" / "algorithms" / f"{algorithm}.yaml"
-    if "ref_load" in recipe.read_text():
-        flags["ref-load"] = assets.model
-    command = [sys.executable, ROOT / "bin" / "relax-launch", recipe, "--rm-exact"]
-    command += [f"--{name}={value}" for name, value in flags.items()]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    rows = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["rollout/raw_reward"] for row in rows]
+        rollout_batch_size=256 if algorithm == "reinforce_plus_plus" else 32,
+    )
+    return [row["rollout/raw_reward"] for row in rows]
 
 
 def gain(curve: list[float]) -> tuple[float, float]:
