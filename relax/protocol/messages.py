@@ -261,7 +261,8 @@ class Published:
     manifest: bytes
 
 
-# controller -> rollout: serve this version as soon as you have drained; a newer one replaces it.
+# controller -> rollout: serve this version as soon as your running samples have ended, or are paused; a newer one
+# replaces it.
 # controller -> reference, where it is refreshed: take this version over if one of your intervals begins with it.
 @message
 class Announce:

@@ -168,6 +168,8 @@ class Rollout(Service):
         assert oldest is not None, "an engine's finished sample has a token"
         self.counters["groups"] += 1
         payload_id = f"group {lease.group}.{lease.fence}"
+        if (older := self._payload_of.get(lease.group)) is not None:
+            self.payloads.release(older[1])
         self._payload_of[lease.group] = (lease.fence, payload_id)
         payload = self.payloads.put(payload_id, group.arrays())
         self.report(Sampled(lease, oldest, int(group.response_lens.sum())))
