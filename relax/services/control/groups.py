@@ -115,19 +115,23 @@ class Groups:
             self._give_up(message.lease.group, message.stage, message.reason, message.detail)
 
     def drop_stragglers(self, now: float) -> None:
-        """Drops as many of the groups that have blocked the commit for too long as it takes, the least advanced first.
-        `now` is in seconds and only rises."""
+        """Drops as many of the groups that have blocked the commit for too long as it takes. `now` is in seconds and only
+        rises.
+
+        Only what is still to be sampled can be a straggler: a group that waits for its reward or a filter is as far as
+        another draw of it would come.
+        """
         if self._stragglers is None or self._gate.can_commit():
             return
         blocked = self._gate.blocked()
-        # A group that is to be issued anew has no draw that could be slow.
-        late = [
-            group
-            for group in self._stragglers.overdue(blocked, now)
-            if self._book[group].state is not State.PENDING or self._draws[group].parked is not None
-        ]
-        for group in sorted(late, key=lambda g: self._book[g].state)[: blocked.needed]:
+        late = [group for group in self._stragglers.overdue(blocked, now) if self._is_sampled_now(group)]
+        coming = sum(self._book[group].state > State.ISSUED for group in blocked.groups)
+        for group in late[: max(0, blocked.needed - coming)]:
             self._give_up(group, "controller", STRAGGLER, str(blocked))
+
+    def _is_sampled_now(self, group: int) -> bool:
+        """A parked group is; one that is to be issued anew has no draw that could be slow."""
+        return self._book[group].state is State.ISSUED or self._draws[group].parked is not None
 
     def surplus(self, groups: tuple[int, ...]) -> None:
         """The gate has dropped these with a commit; their prompts come back with their attempt as groups of new ids."""
