@@ -84,7 +84,10 @@ def test_every_algorithm_trains_on_recorded_batches(name: str) -> None:
         assert row["train/grad_norm"] > 0
         for metric, owners in OWN.items():
             assert (metric in row) == (name in owners), metric
-        assert ("train/tis" in row) == options.use_tis
+        assert ("train/tis" in row) == ("train/tis_max" in row) == options.use_tis
+        if options.use_tis:
+            assert row["train/tis_min"] <= row["train/tis"] <= row["train/tis_max"]
+            assert row["train/tis_min"] < row["train/tis_max"]
         assert ("train/kl_loss" in row) == options.use_kl_loss
     if name == "rloo":
         assert all(row["train/pg_clipfrac"] == 0 for row in rows)
