@@ -15,6 +15,7 @@ interrupted measurement goes on where it was. `--plan` shows what the planner al
 import argparse
 import json
 import os
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -81,26 +82,27 @@ def plan(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case, planned: dict[str, Any]) -> dict[str, Any]:
-    """The same run by real processes. Raises RuntimeError when it fails or breaks its bound."""
-    with tempfile.TemporaryDirectory(prefix="relax-simulation-") as folder:
-        directory = Path(folder) / "run"
-        command = [sys.executable, ROOT / "bin" / "relax-launch", TOPOLOGY, *case.flags, f"--run-dir={directory}"]
-        patience = 120 + PATIENCE * planned["seconds"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{case.key} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        with sqlite3.connect(f"file:{directory}/ledger.sqlite?mode=ro", uri=True) as ledger:
-            (first,) = ledger.execute("SELECT min(first_issued_at) FROM groups").fetchone()
-            (last,) = ledger.execute("SELECT max(trained_at) FROM batches").fetchone()
-            trained, tokens = ledger.execute(
-                "SELECT count(*), sum(tokens) FROM groups WHERE state = 'trained'"
-            ).fetchone()
-        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    """The same run by real processes. Raises RuntimeError when it fails or breaks its bound; its directory stays."""
+    folder = Path(tempfile.mkdtemp(prefix="relax-simulation-"))
+    directory = folder / "run"
+    command = [sys.executable, ROOT / "bin" / "relax-launch", TOPOLOGY, *case.flags, f"--run-dir={directory}"]
+    patience = 120 + PATIENCE * planned["seconds"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{case.key} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    with sqlite3.connect(f"file:{directory}/ledger.sqlite?mode=ro", uri=True) as ledger:
+        (first,) = ledger.execute("SELECT min(first_issued_at) FROM groups").fetchone()
+        (last,) = ledger.execute("SELECT max(trained_at) FROM batches").fetchone()
+        trained, tokens = ledger.execute("SELECT count(*), sum(tokens) FROM groups WHERE state = 'trained'").fetchone()
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     stalest = max(row["train/staleness/max"] for row in rows)
     if trained != case.batches * GROUPS or stalest > case.bound:
-        raise RuntimeError(f"{case.key}: {trained} groups were trained, the stalest of staleness {stalest}")
+        raise RuntimeError(
+            f"{case.key}: {trained} groups were trained, the stalest of staleness {stalest}: {directory}"
+        )
     if case.bound == 0 and tokens != planned["tokens"]:
-        raise RuntimeError(f"{case.key}: {tokens} tokens were drawn, the plan has {planned['tokens']}")
+        raise RuntimeError(f"{case.key}: {tokens} tokens were drawn, the plan has {planned['tokens']}: {directory}")
+    shutil.rmtree(folder)
     return {"seconds": last - first, "tokens": tokens, "staleness": stalest}
 
 

@@ -35,19 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     from relax.planner.report import Change, changes, show
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    left_out = list(inputs.left_out)
+    notes = list(inputs.notes)
     predictions = []
     with Console(stderr=True).status("planning"):
         for setting in inputs.settings:
             try:
                 predictions.append(Pipeline(setting, inputs.lengths).predict())
             except UnusableError as useless:
-                left_out.append(f"{setting}: {useless}")
+                notes.append(f"{setting} is left out: {useless}")
         if not predictions:
-            return _refuse(left_out)
+            return _refuse(notes)
         best = recommend(predictions, own.within)
         what_if = [Change(name, Pipeline(at, inputs.lengths).predict()) for name, at in changes(best.setting)]
-    show(console, inputs, predictions, best, what_if, left_out, own.within)
+    show(console, inputs, predictions, best, what_if, notes, own.within)
     if own.plot is not None:
         from relax.planner.plot import draw
 

@@ -1,7 +1,7 @@
 """From a run's options and topology to the settings that are planned."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +27,13 @@ MEASURED = ("sim_length", "sim_tokens_per_second", "sim_train_seconds")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """`settings` is what is planned, in the order of the table; `own` is the run as it is configured; `left_out` says
-    which points of the sweep make no run, and why."""
+    """`settings` is what is planned, in the order of the table; `own` is the run as it is configured; `notes` say which
+    points of the sweep make no run or not quite this one, and why."""
 
     resolved: Resolved
     own: Setting
     settings: tuple[Setting, ...]
-    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
     lengths: Lengths
     prompts: int
 
@@ -68,15 +68,13 @@ def read(given: Given) -> Inputs:
         epochs=options.num_epoch,
     )
     setting = _setting(resolved, own)
-    settings, left_out = [], []
-    for point in _points(options, setting, own):
-        if point.problem is None:
-            settings.append(point)
-        else:
-            left_out.append(f"{point}: {point.problem}")
+    points = _points(options, setting, own)
+    settings = tuple(point for point in points if point.problem is None)
+    notes = [f"{point} is left out: {point.problem}" for point in points if point.problem is not None]
+    notes += _without(setting, settings)
     if not settings:
-        raise ConfigError([Violation("--sweep-staleness", _text(own.sweep_staleness), left_out[0], "Plan others.")])
-    return Inputs(resolved, setting, tuple(settings), tuple(left_out), lengths, prompts)
+        raise ConfigError([Violation("--sweep-staleness", _text(own.sweep_staleness), notes[0], "Plan others.")])
+    return Inputs(resolved, setting, settings, tuple(notes), lengths, prompts)
 
 
 def _checks(resolved: Resolved) -> Iterator[Violation]:
@@ -87,7 +85,7 @@ def _checks(resolved: Resolved) -> Iterator[Violation]:
     for name in MEASURED:
         if not resolved.options.is_set(name) and name not in resolved.suspects:
             problem = "is needed to plan a run whose engines are real"
-            fix = f"Give {flag(name)}, as measured in a short run: see docs/operations.md."
+            fix = f"Give {flag(name)}, as measured in a short run: see docs/topologies.md."
             yield Violation(flag(name), "", problem, fix)
 
 
@@ -135,6 +133,13 @@ def _points(options: Options, setting: Setting, own: argparse.Namespace) -> list
     leads = own.sweep_lead or ([options.rollout_lead] if options.is_set("rollout_lead") else [2])
     points = [setting.at(bound, lead) for bound in bounds for lead in leads]
     return sorted(dict.fromkeys(points), key=lambda point: (point.max_staleness, point.lead))
+
+
+def _without(setting: Setting, points: Sequence[Setting]) -> Iterator[str]:
+    if setting.partial_rollout and any(not point.partial_rollout for point in points):
+        yield "S = 0 is planned without --partial-rollout, which cannot act there"
+    if setting.over_sampling is not None and any(point.over_sampling is None for point in points):
+        yield "S > 0 is planned without --over-sampling-batch-size, which cannot act there"
 
 
 def _text(numbers: list[int] | None) -> str:

@@ -14,6 +14,8 @@ from relax.planner.setting import Setting
 BUSY = 0.1
 # A what-if that gains less is not worth a line.
 WORTHWHILE = 0.02
+# Rows stay rows, whatever the width of the terminal.
+TABLE_WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +41,26 @@ def show(
     predictions: Sequence[Prediction],
     best: Prediction,
     what_if: Sequence[Change],
-    left_out: Sequence[str],
+    notes: Sequence[str],
     within: float,
 ) -> None:
     _head(console, inputs, best)
-    console.print(_table(inputs, predictions, best))
-    for line in left_out:
-        console.print(f"Left out: {line}.")
+    console.print(_table(inputs, predictions, best), width=TABLE_WIDTH, crop=False)
+    for p in predictions:
+        if p.dropped:
+            console.print(_drops(p))
+    for note in notes:
+        console.print(f"{note}.")
     _recommend(console, predictions, best, within)
     for change in what_if:
         gain = change.prediction.groups_per_second / best.groups_per_second - 1
         if gain >= WORTHWHILE:
             console.print(f"With {change.flag} as well: {gain:.0%} faster.")
-    events, wall = sum(p.events for p in predictions), sum(p.wall_seconds for p in predictions)
+    planned = [*predictions, *(change.prediction for change in what_if)]
+    groups, wall = sum(p.issued for p in planned), sum(p.wall_seconds for p in planned)
     console.print(
-        f"{len(predictions)} settings planned in {wall:.1f} s, {events / max(wall, 1e-9):,.0f} events a second."
+        f"{len(planned)} runs with {groups:,} groups planned in {wall:.1f} s, "
+        f"{groups / max(wall, 1e-9):,.0f} groups a second."
     )
 
 
@@ -82,14 +89,12 @@ def _head(console: Console, inputs: Inputs, best: Prediction) -> None:
 
 def _table(inputs: Inputs, predictions: Sequence[Prediction], best: Prediction) -> Table:
     lockstep = next((p for p in predictions if p.setting.max_staleness == 0), None)
-    dropping = any(p.dropped for p in predictions)
     table = Table(box=None, pad_edge=False, header_style="bold")
     names = ["S", "L", "batch s", "groups/s", "tokens/s", "of ideal"]
     names += ["x lockstep"] if lockstep else []
-    names += ["trainer idle", "slots idle", "staleness mean", "max"]
-    names += ["dropped", "tokens trained / dropped"] if dropping else []
+    names += ["trainer idle", "slots idle", "staleness", "max"]
     for name in [*names, ""]:
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for p in predictions:
         cells = [
             str(p.setting.max_staleness),
@@ -101,29 +106,33 @@ def _table(inputs: Inputs, predictions: Sequence[Prediction], best: Prediction) 
         ]
         cells += [f"{lockstep.batch_seconds / p.batch_seconds:.2f}"] if lockstep else []
         cells += [f"{p.trainer_idle:.0%}", f"{p.slots_idle:.0%}", f"{p.mean_staleness:.2f}", str(p.max_staleness)]
-        if dropping:
-            cells += [", ".join(f"{n} {reason}" for reason, n in sorted(p.dropped.items())) or "0", _lengths(p)]
-        marks = ["recommended"] if p is best else []
+        marks = ["recommended"] if p is best and len(predictions) > 1 else []
         marks += ["this run"] if p.setting == inputs.own else []
         table.add_row(*cells, ", ".join(marks), style="bold" if p is best else None)
     return table
 
 
-def _lengths(p: Prediction) -> str:
-    """Mean length of a sample that was trained, and of one that was dropped: what dropping prefers."""
-    dropped = p.dropped_tokens / p.dropped_samples if p.dropped_samples else 0.0
-    return f"{p.tokens / (p.groups * p.setting.samples):.0f} / {dropped:.0f}"
+def _drops(p: Prediction) -> str:
+    """What was dropped, and the mean lengths of trained and dropped samples: what dropping favours."""
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in sorted(p.dropped.items()))
+    trained = p.tokens / (p.groups * p.setting.samples)
+    dropped = p.dropped_tokens / p.dropped_samples
+    return (
+        f"{p.setting}: of {p.issued:,} draws {reasons} are dropped; a trained sample has {trained:.0f} tokens, a "
+        f"dropped one would have had {dropped:.0f}."
+    )
 
 
 def _recommend(console: Console, predictions: Sequence[Prediction], best: Prediction, within: float) -> None:
-    fastest = max(predictions, key=lambda p: p.groups_per_second)
-    share = best.groups_per_second / fastest.groups_per_second
-    s = best.setting
-    console.print(f"Recommended: --max-staleness {s.max_staleness} --rollout-lead {s.lead}", style="bold")
-    console.print(
-        f"It is the least staleness, then the least lead, within {within:.0%} of the fastest setting (this one has "
-        f"{share:.1%} of it): stale samples teach less, so age is taken only where it buys speed."
-    )
+    if len(predictions) > 1:
+        fastest = max(predictions, key=lambda p: p.groups_per_second)
+        share = best.groups_per_second / fastest.groups_per_second
+        s = best.setting
+        console.print(f"Recommended: --max-staleness {s.max_staleness} --rollout-lead {s.lead}", style="bold")
+        console.print(
+            f"It is the least staleness, then the least lead, within {within:.0%} of the fastest setting (this one has "
+            f"{share:.1%} of it): stale samples teach less, so age is taken only where it buys speed."
+        )
     ages = ", ".join(f"{age}: {n / best.groups:.1%}" for age, n in best.staleness.items())
     console.print(f"Groups by staleness: {ages}.")
     console.print(limit(best))
@@ -135,7 +144,12 @@ def limit(p: Prediction) -> str:
         return f"The trainer is busy {1 - p.trainer_idle:.0%} of the time: more replicas would not make it faster."
     if p.slots_idle < BUSY:
         return f"The slots are busy {1 - p.slots_idle:.0%} of the time: more replicas or slots would make it faster."
+    waits = (
+        "of a batch"
+        if p.setting.partial_rollout or p.setting.max_staleness == 0
+        else "of a batch or a draining replica"
+    )
     return (
         f"Neither is busy all the time (trainer {1 - p.trainer_idle:.0%}, slots {1 - p.slots_idle:.0%}): they wait for "
-        "each other, for the longest samples of a batch or of a replica that drains."
+        f"each other, and for the longest samples {waits}."
     )

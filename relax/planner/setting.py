@@ -35,10 +35,6 @@ class Setting:
         """Why the run would be refused at this max-staleness and lead."""
         if min(self.max_staleness, self.lead) < self.interval - 1:
             return f"--update-weights-interval {self.interval} needs S and L of at least {self.interval - 1}"
-        if self.partial_rollout and self.max_staleness == 0:
-            return "--partial-rollout cannot act in lockstep"
-        if self.over_sampling is not None and self.max_staleness > 0:
-            return "--over-sampling-batch-size acts in lockstep only"
         return None
 
     @property
@@ -52,5 +48,14 @@ class Setting:
         return self.slots * sum(self.speeds)
 
     def at(self, max_staleness: int, lead: int) -> "Setting":
-        """The same run with another bound."""
-        return replace(self, max_staleness=max_staleness, lead=min(lead, max_staleness))
+        """The same run with another bound, without the options that would be refused there: partial rollouts in
+        lockstep, over-sampling anywhere else."""
+        lockstep = max_staleness == 0
+        return replace(
+            self,
+            max_staleness=max_staleness,
+            lead=min(lead, max_staleness),
+            partial_rollout=self.partial_rollout and not lockstep,
+            mask_offpolicy=self.mask_offpolicy and not lockstep,
+            over_sampling=self.over_sampling if lockstep else None,
+        )

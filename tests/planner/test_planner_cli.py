@@ -33,7 +33,7 @@ def test_it_prints_a_table_a_recommendation_and_its_rule_and_writes_plot_and_jso
     argv = [SIMULATED, *FEW, "--sweep-staleness", "0,1,3", "--plot", str(plot), "--json", str(record)]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line[:1].isdigit() and "settings" not in line]
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit() and "planned in" not in line]
     assert [row[:2] for row in rows] == [["0", "0"], ["1", "1"], ["3", "2"]]
     assert "Recommended: --max-staleness" in out and "the least staleness, then the least lead, within 5%" in out
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
@@ -45,7 +45,7 @@ def test_it_prints_a_table_a_recommendation_and_its_rule_and_writes_plot_and_jso
 def test_without_a_sweep_the_usual_bounds_and_that_of_the_run_are_planned(capsys) -> None:
     assert main([SIMULATED, *FEW, "--max-staleness", "3"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line[:1].isdigit() and "settings" not in line]
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit() and "planned in" not in line]
     assert [int(row[0]) for row in rows] == [0, 1, 2, 3, 4, 8]
     assert "this run" in next(line for line in out.splitlines() if line.startswith("3 "))
 
@@ -56,9 +56,23 @@ def test_leads_are_swept_up_to_the_bound(capsys) -> None:
     assert rows[:4] == [["0", "0"], ["2", "0"], ["2", "1"], ["2", "2"]]
 
 
+def test_one_setting_is_planned_and_none_is_recommended(capsys) -> None:
+    assert main([SIMULATED, *FEW, "--sweep-staleness", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "ecommended" not in out and "Groups by staleness: 0:" in out
+
+
 def test_bounds_that_make_no_run_are_left_out_and_named(capsys) -> None:
     assert main([SIMULATED, *FEW, "--update-weights-interval", "2"]) == 0
-    assert "Left out: S = 0, L = 0: --update-weights-interval 2 needs" in capsys.readouterr().out
+    assert "S = 0, L = 0 is left out: --update-weights-interval 2 needs" in capsys.readouterr().out
+
+
+def test_a_sweep_goes_without_what_cannot_act_at_a_bound_and_says_so(capsys) -> None:
+    assert main([SIMULATED, *FEW, "--partial-rollout", "--sweep-staleness", "0,2"]) == 0
+    assert "S = 0 is planned without --partial-rollout" in capsys.readouterr().out
+    assert main([SIMULATED, *FEW, "--max-staleness=0", "--over-sampling-batch-size=12", "--sweep-staleness=0,1"]) == 0
+    out = capsys.readouterr().out
+    assert "24 surplus are dropped" in out and "S > 0 is planned without --over-sampling-batch-size" in out
 
 
 def test_a_run_with_real_engines_is_planned_without_its_data_and_checkpoint(tmp_path: Path, capsys) -> None:
