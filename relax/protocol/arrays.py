@@ -6,6 +6,7 @@ frame costs as much as copying some tens of kilobytes, and zmq copies those anyw
 """
 
 import math
+import reprlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,6 +107,11 @@ def _is_shape(shape: object) -> bool:
     return math.prod(n or 1 for n in shape) < MAX_ELEMENTS
 
 
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    # Whoever sent it may have made it deeper or longer than repr can stand.
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

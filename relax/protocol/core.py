@@ -29,7 +29,8 @@ class Bounds:
     """Every queue and clock of a mailbox. Counts are messages per peer, times are seconds.
 
     window, window_bytes: told and not yet acknowledged; inbox, inbox_bytes: accepted and not yet handled; asks: asked
-    and not yet answered; handlers: asks of all peers being answered at once; peers: senders remembered.
+    and not yet answered; handlers: asks of all peers being answered at once; peers: senders remembered; strangers:
+    those among them of no run; offences: refusals after which nothing more is read from a connection.
     ack_delay: an acknowledgement waits at most this long for company; probe, probe_max: first and longest interval
     after which a silent peer is probed; keep_replies: how long an answer is kept for an asker that went quiet.
     peer_timeout: the deadline of a tell that names none.
@@ -42,6 +43,8 @@ class Bounds:
     asks: int = 256
     handlers: int = 256
     peers: int = 4096
+    strangers: int = 64
+    offences: int = 32
     ack_delay: float = 0.005
     probe: float = 0.2
     probe_max: float = 2.0
@@ -82,7 +85,8 @@ class Core:
         socket.linger = 0
         # Windows bound what is on its way; the marks only keep a peer that ignores its window from filling memory.
         socket.sndhwm = socket.rcvhwm = 2 * bounds.window + bounds.asks
-        socket.maxmsgsize = 2 * max(bounds.limits.frame_bytes, bounds.limits.header_bytes)
+        # Somewhat more than is accepted, so that a sender that is a little above learns why; beyond, zmq hangs up.
+        socket.maxmsgsize = 5 * max(bounds.limits.frame_bytes, bounds.limits.header_bytes) // 4
         if kind == zmq.ROUTER:
             socket.router_mandatory = 1
         else:

@@ -36,6 +36,8 @@ STRANGER: Final = ""
 URGENT: Final = 1
 
 ADDRESS_MAX: Final = 256
+# Far above what a run counts up to, and far enough below 2**64 that nothing added to it leaves the head's 64 bits.
+NUMBER_MAX: Final = 2**60
 _ADDRESS_TYPES = (str, int, str, str, int, str)
 
 
@@ -85,6 +87,8 @@ def parse(frames: list[Any], limits: Limits) -> Envelope:
         raise Refused("header", f"starts with {magic!r}, not {MAGIC!r}: another protocol or version", field="head")
     if not TELL <= act <= REFUSED:
         raise Refused("header", f"unknown act {act}", field="act")
+    if number > NUMBER_MAX or base > NUMBER_MAX:
+        raise Refused("header", f"{max(number, base)} is no number that a sender counts up to", field="number")
     values, small = split(first, HEAD.size, length)
     if tuple(map(type, values[:6])) != _ADDRESS_TYPES:
         raise Refused("header", "no [run id, lineage, name, incarnation, link, endpoint]", field="address")

@@ -34,7 +34,7 @@ class Refused(ProtocolError, ValueError):
     def within(self, name: str) -> "Refused":
         """The same refusal, seen from the message (or container) one level further out."""
         dot = "." if self.field and not self.field.startswith("[") else ""
-        self.field = f"{name}{dot}{self.field}"
+        self.field = f"{name}{dot}{self.field}"[:200]
         return self
 
 

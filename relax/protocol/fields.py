@@ -198,7 +198,7 @@ def _mapping(inner: Field) -> Field:
             try:
                 read[key] = inner.unpack(item, frames)
             except Refused as refused:
-                raise refused.within(f"[{key!r}]") from None
+                raise refused.within(f"[{_shown(key)}]") from None
         return read
 
     return Field(f"{{{inner.text}}}", pack, unpack, arrays=inner.arrays)

@@ -13,6 +13,8 @@ import numpy as np
 from relax.protocol.errors import EncodeError, Refused
 
 ALIGN = 8
+# Bounds what a header can become in memory: its bytes may stand for tens of times as many, as Python objects.
+MAX_ITEMS = 2**20
 _PADDING = [bytes(n) for n in range(ALIGN)]
 
 
@@ -86,12 +88,31 @@ def split(frame: bytes, prefix: int, length: int) -> tuple[list, memoryview]:
         raise Refused("header", f"a header of {length} bytes in a frame of {len(frame)}", field="head")
     view = memoryview(frame)
     try:
-        values = msgpack.unpackb(view[prefix:end])
+        # A header of fewer bytes cannot hold more items.
+        values = msgpack.unpackb(view[prefix:end], ext_hook=_no_extension, **(_counted() if length > MAX_ITEMS else {}))
     except (ValueError, msgpack.UnpackException) as error:
         raise Refused("header", f"no msgpack header: {type(error).__name__} {error}", field="header") from None
     if type(values) is not list:
         raise Refused("header", f"the header is no array but {type(values).__name__}", field="header")
     return values, view[end + -end % ALIGN :]
+
+
+def _no_extension(code: int, data: bytes) -> Any:
+    raise ValueError(f"extension type {code}")
+
+
+def _counted() -> dict[str, Any]:
+    """Arguments for unpackb that refuse a header of more than MAX_ITEMS items while it is being read."""
+    left = MAX_ITEMS
+
+    def count(container: list | dict) -> list | dict:
+        nonlocal left
+        left -= 1 + len(container)
+        if left < 0:
+            raise ValueError(f"more than {MAX_ITEMS} items")
+        return container
+
+    return {"list_hook": count, "object_hook": count, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
 
 
 def check_sizes(frames: list[Any], limits: Limits) -> None:

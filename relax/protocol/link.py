@@ -291,7 +291,7 @@ class Link:
             counters["repeated"] += self.sent - max(upto, self.acked)
             self.sent = max(upto, self.acked)
         for number in again:
-            if number in self.asks:
+            if type(number) is int and number in self.asks:
                 counters["repeated"] += 1
                 self._unsent_asks[number] = None
         self._admit()
@@ -308,7 +308,7 @@ class Link:
             if envelope.act == NOTHING:
                 parcel.done.set_result(None)
             elif envelope.act == ERROR:
-                parcel.fail(PeerError(str(self.peer), parcel.kind, " ".join(map(str, envelope.rest))))
+                parcel.fail(PeerError(str(self.peer), parcel.kind, _text(envelope)))
             else:
                 parcel.done.set_result(unpack_message(envelope.rest, envelope.small, frames))
         except Refused as refused:
@@ -317,7 +317,7 @@ class Link:
             raise
 
     def _refused(self, envelope: Envelope) -> None:
-        problem = " ".join(map(str, envelope.rest))
+        problem = _text(envelope)
         log.error("peer_refused", peer=str(self.peer), problem=problem)
         self.core.counters["refused_by_peer"] += 1
         if envelope.flags & URGENT:
@@ -336,3 +336,8 @@ class Link:
         refused = self.unacked.get(number) if envelope.base == TELL else self.asks.pop(number, None)
         if refused is not None:
             refused.fail(PeerRefused(str(self.peer), refused.kind, problem))
+
+
+def _text(envelope: Envelope) -> str:
+    """What a peer says of its refusal or error; a traceback's worth at most."""
+    return " ".join(part for part in envelope.rest if type(part) is str)[:10_000]

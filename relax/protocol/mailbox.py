@@ -11,6 +11,8 @@ A mailbox belongs to the event loop that started it.
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,11 +28,16 @@ from relax.protocol.inlet import Handler, Inlet, Route
 from relax.protocol.link import Link
 from relax.protocol.pump import Pump
 from relax.protocol.security import Security
+from relax.protocol.tally import Tally
 
 SWEEP_SECONDS = 5.0
 # How long zmq may go on writing after close; the acknowledgements in the closing exchange are the last to leave.
 LINGER_MS = 500
 SETTLE_SECONDS = 1.0
+# Refusals that an honest sender can run into: an older link's late message, a mailbox that is full.
+BLAMELESS = frozenset({"stale", "peers"})
+
+SenderKey = tuple[str, str, str]  # run id, name, incarnation
 
 
 class Mailbox:
@@ -42,7 +49,7 @@ class Mailbox:
 
     `counters` only grow: received, duplicates, repeated, out_of_order, out_of_window, unroutable, stale, deferred,
     probes, refused and refused_<reason>, refused_by_peer, refused_connections, failed_connections, tolerated,
-    failed_answers.
+    failed_answers, cut_off (messages unread) of cut_off_senders.
     """
 
     def __init__(
@@ -67,7 +74,9 @@ class Mailbox:
         self._open_routes: dict[type, Route] = {}
         self._links: dict[str, Link] = {}
         self._link_numbers = 0
-        self._inlets: dict[tuple[str, str, str], Inlet] = {}
+        self._inlets: dict[SenderKey, Inlet] = {}
+        self._strangers: dict[SenderKey, Inlet] = {}
+        self._offences = Tally()
         self._core: Core | None = None
         self._pump: Pump | None = None
         self._binding: Binding | None = None
@@ -209,8 +218,8 @@ class Mailbox:
                 continue
         silent = next((link for link in self._links.values() if link.unacked or link.waiting), None)
         error = None if silent is None else silent.silent(next(iter([*silent.unacked.values(), *silent.waiting])))
-        tasks = [task for inlet in self._inlets.values() for task in inlet.tasks]
-        for inlet in self._inlets.values():
+        tasks = [task for inlet in self._senders() for task in inlet.tasks]
+        for inlet in self._senders():
             inlet.acknowledge()
         for task in tasks:
             task.cancel()
@@ -246,12 +255,13 @@ class Mailbox:
         self._closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
-        for inlet in self._inlets.values():
+        for inlet in self._senders():
             inlet.close()
         for link in self._links.values():
             link.close()
         self._links.clear()
         self._inlets.clear()
+        self._strangers.clear()
         self._binding.release()
         self._pump.close(linger_ms)
         if not self.failed.done():
@@ -260,7 +270,10 @@ class Mailbox:
     def _pending(self, with_answers: bool) -> bool:
         if any(link.unacked or link.waiting for link in self._links.values()):
             return True
-        return any(i.handling or (with_answers and i.owes_answers) for i in self._inlets.values())
+        return any(i.handling or (with_answers and i.owes_answers) for i in self._senders())
+
+    def _senders(self) -> Iterator[Inlet]:
+        return chain(self._inlets.values(), self._strangers.values())
 
     def _link(self, to: str | Peer) -> Link:
         if self._closed or self._core is None:
@@ -297,11 +310,17 @@ class Mailbox:
         return False
 
     def _received(self, frames: list[Any]) -> None:
-        assert self._core is not None
+        assert self._core is not None and self._pump is not None
+        if self._offences and self._offences[frames[0]] >= self.bounds.offences:
+            self.counters["cut_off"] += 1
+            return
         try:
             self._dispatch(self._core, frames)
         except Refused as refused:
             self._core.refused(refused)
+            if refused.reason not in BLAMELESS and self._offences.add(frames[0]) == self.bounds.offences:
+                self.counters["cut_off_senders"] += 1
+                log.error("sender_cut_off", sender=refused.sender, origin=self._pump.origin(), last=str(refused))
         except Exception as error:
             # Raised inside a callback of the loop, it would only be printed there.
             self._fail(error)
@@ -339,32 +358,37 @@ class Mailbox:
 
     def _inlet(self, core: Core, envelope: Envelope, peer: Peer) -> Inlet:
         key = (envelope.run_id, envelope.name, envelope.incarnation)
-        inlet = self._inlets.get(key)
+        # Strangers are kept apart: however many come, they push no member out.
+        member = envelope.run_id == self.run_id
+        inlets = self._inlets if member else self._strangers
+        inlet = inlets.get(key)
         if inlet is None:
-            if len(self._inlets) >= self.bounds.peers:
-                self._make_room()
-            routes = self._routes if envelope.run_id == self.run_id else self._open_routes
-            inlet = self._inlets[key] = Inlet(core, peer, envelope.link, routes, self._send, self._fail)
+            bound = self.bounds.peers if member else self.bounds.strangers
+            if len(inlets) >= bound:
+                _make_room(inlets, bound)
+            routes = self._routes if member else self._open_routes
+            inlet = inlets[key] = Inlet(core, peer, envelope.link, routes, self._send, self._fail)
         elif envelope.link > inlet.link:
             inlet.relink(envelope.link)
         elif envelope.link < inlet.link:
             raise Refused("stale", "from a link that this sender has given up", field="link")
         return inlet
 
-    def _make_room(self) -> None:
-        idle = sorted((inlet.heard, key) for key, inlet in self._inlets.items() if not inlet.tasks)
-        if not idle:
-            raise Refused("peers", f"{self.bounds.peers} senders are at work already")
-        # Some at a time: looking through all of them for each new sender would let inventing names cost us more.
-        for _, key in idle[: 1 + self.bounds.peers // 8]:
-            self._inlets.pop(key).close()
-
     def _sweep(self) -> None:
         assert self._core is not None
         loop = self._core.loop
-        for inlet in self._inlets.values():
+        for inlet in self._senders():
             inlet.forget_answers(loop.time() - self.bounds.keep_replies)
         self._sweeper = loop.call_later(SWEEP_SECONDS, self._sweep)
+
+
+def _make_room(inlets: dict[SenderKey, Inlet], bound: int) -> None:
+    idle = sorted((inlet.heard, key) for key, inlet in inlets.items() if not inlet.tasks)
+    if not idle:
+        raise Refused("peers", f"{bound} senders are at work already")
+    # Some at a time: looking through all of them for each new sender would let inventing names cost us more.
+    for _, key in idle[: 1 + bound // 8]:
+        inlets.pop(key).close()
 
 
 def _endpoint(to: str | Peer) -> str:

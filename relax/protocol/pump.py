@@ -41,6 +41,7 @@ class Pump:
         self._on_message, self._on_writable = on_message, on_writable
         self._kicked = self._blocked = self.closed = False
         self._received = 0
+        self._first: zmq.Frame | None = None
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._ready)
         self._kick()
@@ -58,8 +59,16 @@ class Pump:
         self._kick()
         return True
 
+    def origin(self) -> str:
+        """The address from which the message came that is being handled, as far as zmq knows it."""
+        try:
+            return "" if self._first is None else str(self._first.get("Peer-Address"))
+        except zmq.ZMQError:
+            return ""
+
     def close(self, linger_ms: int) -> None:
         if not self.closed:
+            self._first = None
             self.closed = True
             self._loop.remove_reader(self._fd)
             self.socket.close(linger=linger_ms)
@@ -92,7 +101,7 @@ class Pump:
         receive = self.socket.recv
         # A ROUTER puts the routing id before every message; there is always more behind it.
         frames: list[Any] = [receive(_NOBLOCK)] if self._routed else []
-        first = receive(_NOBLOCK, copy=False)
+        self._first = first = receive(_NOBLOCK, copy=False)
         frames.append(first.bytes)
         more = first.more
         while more:
