@@ -1,12 +1,12 @@
 """Samples sixteen versions old, on the demo's task: GRPO as it is, GRPO with TIS, and M2PO.
 
-    .venv/bin/python benchmarks/corrections.py [--arms grpo m2po] [--seeds 1 2 3] [--batches 100]
+    .venv/bin/python benchmarks/corrections.py [--arms grpo m2po] [--seeds 1 2 3] [--batches 80]
 
-Every run is the whole pipeline with --max-staleness 16 and --rollout-lead 16; a batch is cut into four optimizer steps,
-which makes the trainer the slower side, so that rollout runs ahead as far as it may. Curves are kept in
+Every run is the whole pipeline with --max-staleness 16 and --rollout-lead 16. A batch is cut into eight optimizer
+steps, which makes the trainer the slower side, so that rollout runs ahead as far as it may. Curves are kept in
 benchmarks/corrections.json after each run: an interrupted measurement goes on where it stopped. The table and
-docs/corrections.png are made from all of them. A run takes one to two minutes on two cores. Load on the machine changes
-which versions sampled a batch, and so the curves a little; the staleness is among them.
+docs/corrections.png are made from all of them. A run takes one to three minutes on two cores. Load on the machine
+changes which versions sampled a batch, and so the curves a little; the staleness is among them.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from demo_runs import ROOT
 RESULTS = ROOT / "benchmarks" / "corrections.json"
 PLOT = ROOT / "docs" / "corrections.png"
 SEEDS = (1, 2, 3)
-BATCHES = 100
+BATCHES = 80
 FIRST, LAST = 3, 10
 # Rollout is as far ahead as it gets.
 SETTLED = 20
@@ -34,12 +34,12 @@ COMMON: dict[str, Any] = {
     "rollout_batch_size": 16,
     "n_samples_per_prompt": 8,
     "rollout_max_num_seqs": 512,
-    "num_steps_per_rollout": 4,
+    "num_steps_per_rollout": 8,
     # One micro-batch a step, so that M2PO solves its band over the whole step.
-    "micro_batch_size": 32,
+    "micro_batch_size": 16,
     # M2PO logs means over tokens then, which is what its budget bounds.
     "calculate_per_token_loss": True,
-    "lr": 4e-4,
+    "lr": 2e-4,
 }
 GRPO = {"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": 0.28, "use_rollout_logprobs": False}
 M2PO = {"m2po_kl2_budget": 0.04, "m2po_miniclip_low": 0.2, "m2po_miniclip_high": 0.28}
