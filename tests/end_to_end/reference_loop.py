@@ -57,19 +57,19 @@ class ReferenceLoop:
     beside them `digest` of the weights that sampled it, `versions` of its tokens and the `responses`."""
 
     def __init__(self, options: Options, engine: VllmEngine, store: ChunkStore) -> None:
-        assert not services_needed(options) and options.max_staleness == 0
         o = self.options = options
-        self.engine, self.store = engine, store
+        assert not services_needed(o) and o.max_staleness == 0 and o.num_rollout is not None
+        self.engine, self.store, self.num_batches = engine, store, o.num_rollout
         self.spec = registry.get(o.advantage_estimator)
         self.tokenizer = PromptTokenizer(o.hf_checkpoint)
         self.reward = build(VerifierSpec.from_options(o))
         rules = PromptRules(o.input_key, o.apply_chat_template, o.rollout_max_prompt_len, o.overlong_prompts)
         self.prompts = PromptStream(open_source(o.prompt_data, seed=o.seed), self.tokenizer, rules, seed=o.seed)
-        self.policy = Policy(o, o.hf_checkpoint, o.num_rollout * o.num_steps_per_rollout)
+        self.policy = Policy(o, o.hf_checkpoint, self.num_batches * o.num_steps_per_rollout)
 
-    async def run(self, num_batches: int) -> Rows:
+    async def run(self) -> Rows:
         rows = []
-        for b in range(num_batches):
+        for b in range(self.num_batches):
             manifest = await self.serve(b)
             samples = await self.sample(b)
             batch = self.learnable(samples, self.score(samples))
@@ -156,7 +156,6 @@ class ReferenceLoop:
 async def main(topology: str, *loops: type[ReferenceLoop]) -> dict[str, Rows]:
     """The rows of each of `loops`, one after the other on one engine, by the name of its class."""
     options = resolve({}, Path(topology)).options
-    assert options.num_rollout is not None
     rows = {}
     engine = VllmEngine.from_options(options)
     try:
@@ -164,7 +163,7 @@ async def main(topology: str, *loops: type[ReferenceLoop]) -> dict[str, Rows]:
         for loop in loops:
             with tempfile.TemporaryDirectory() as folder:
                 reference = loop(options, engine, ChunkStore(folder))
-                rows[loop.__name__] = await reference.run(options.num_rollout)
+                rows[loop.__name__] = await reference.run()
                 reference.prompts.close()
     finally:
         await engine.shutdown()

@@ -4,17 +4,19 @@ rows of each by its name. Each mutant goes wrong in one batch alone, in a way th
 import asyncio
 import json
 import sys
+from typing import Any
 
 import reference_loop
-from reference_loop import Batch, Manifest, ReferenceLoop, Rows, Sample
+from reference_loop import Batch, Manifest, ReferenceLoop, Sample
 
 WRONG = 10
 """The batch in which the mutants go wrong."""
 
 
 class Mutant(ReferenceLoop):
-    async def run(self, num_batches: int) -> Rows:
-        return await super().run(WRONG + 4)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.num_batches = WRONG + 4
 
 
 class LosesAnUpdate(Mutant):

@@ -15,6 +15,9 @@ from reference_mutants import WRONG
 from relax.weights.manifest import Manifest
 from relax.weights.publication import manifest_path
 
+# Two processes with an engine each, one after the other.
+pytestmark = pytest.mark.timeout(2 * tiny_run.PATIENCE)
+
 Rows = list[dict[str, Any]]
 HERE = Path(__file__).parent
 # What the loop reports beside the numbers of metrics.jsonl.
