@@ -1,12 +1,14 @@
 """The places of a run outside its directory, and the lock by which the living tell them from remains.
 
-Standard library only: the guard imports this and must start at once.
+Little is imported: the guard imports this and must start at once.
 """
 
 import fcntl
 import os
 import shutil
 from pathlib import Path
+
+from relax.names import file_name
 
 SHM_ROOT = Path("/dev/shm")
 # "ipc://<runtime_dir>/<service>-<incarnation>.sock" must stay within 107 bytes.
@@ -15,9 +17,10 @@ LONGEST_RUNTIME_DIR = 60
 
 def places_of(run_id: str) -> tuple[Path, Path]:
     """Where a run's sockets (a short path) and its shared memory are on this host, whoever asks."""
+    folder = file_name(f"relax-{run_id}", "the run id in")
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     usable = base and len(base) < LONGEST_RUNTIME_DIR - 24 and os.access(base, os.W_OK | os.X_OK)
-    return Path(base if usable else "/tmp") / f"relax-{run_id}", SHM_ROOT / f"relax-{run_id}"
+    return Path(base if usable else "/tmp") / folder, SHM_ROOT / folder
 
 
 def enter(runtime_dir: Path, shm_dir: Path) -> int:

@@ -28,6 +28,7 @@ from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
 from relax.launch.obstacle import obstacle
 from relax.launch.places import enter, places_of, remove_if_dead, try_lock
+from relax.names import file_name
 
 # In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
 HOME = "run"
@@ -86,15 +87,15 @@ class RunDir:
 
     def log(self, service: str) -> Path:
         """Structured log of a service."""
-        return self.logs_dir / f"{service}.jsonl"
+        return self.logs_dir / file_name(f"{service}.jsonl", "the log")
 
     def out(self, service: str) -> Path:
         """stdout and stderr of a service."""
-        return self.logs_dir / f"{service}.out"
+        return self.logs_dir / file_name(f"{service}.out", "the output")
 
     def endpoint(self, service: str) -> str:
         """The ipc endpoint where a service binds: `ipc://<runtime_dir>/rollout-0.sock`."""
-        return f"ipc://{self.runtime_dir / service}.sock"
+        return f"ipc://{self.runtime_dir / file_name(service, 'the service')}.sock"
 
     @classmethod
     def create(

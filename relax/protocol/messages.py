@@ -9,6 +9,7 @@ comment.
 
 import numpy as np
 
+from relax.names import file_name
 from relax.protocol.codec import message
 from relax.protocol.payload import Payload
 
@@ -32,6 +33,12 @@ class Member:
     endpoint: str
     incarnation: str
 
+    def __post_init__(self) -> None:
+        for what in ("name", "role", "incarnation"):
+            file_name(getattr(self, what), f"the {what} of a member")
+        if not self.endpoint.startswith(("ipc://", "tcp://", "inproc://")):
+            raise ValueError(f"a member's endpoint {self.endpoint[:80]!r} is none")
+
 
 # --- membership ------------------------------------------------------------------------------------------------------
 
@@ -47,6 +54,9 @@ class Hello:
 class Welcome:
     run_id: str
     lineage: int
+
+    def __post_init__(self) -> None:
+        file_name(self.run_id, "the run id")
 
 
 # service -> controller, first thing after its mailbox is bound; asked again until the controller is there.
