@@ -49,8 +49,8 @@ class SampledGroup:
         _same(where, "response_tokens", len(group.response_tokens), tokens)
         _same(where, "behaviour_logprobs", len(group.behaviour_logprobs), tokens)
         _same(where, "finish", len(group.finish), len(group.response_lens))
-        known = (FINISH_STOP, FINISH_LENGTH, UNFINISHED) if parked else (FINISH_STOP, FINISH_LENGTH)
-        if len(odd := np.flatnonzero(~np.isin(group.finish, known))):
+        # By comparing: np.isin would cost more than all the other checks of a small group.
+        if len(odd := np.flatnonzero(group.finish > (UNFINISHED if parked else FINISH_LENGTH))):
             kind = "a parked" if parked else "a finished"
             raise TensorError(f"{where}: sample {odd[0]} has finish {group.finish[odd[0]]}, which {kind} group has not")
         _runs(where, group.runs, group.response_lens, group.finish == UNFINISHED)
@@ -192,6 +192,6 @@ def _runs(where: str, runs: np.ndarray, lens: np.ndarray, unfinished: np.ndarray
     if not np.array_equal(covered, lens):
         bad = int(np.flatnonzero(covered != lens)[0])
         raise TensorError(f"{where}: the runs of sample {bad} cover {covered[bad]} tokens of {lens[bad]}")
-    without = ~np.isin(np.arange(len(lens)), runs[:, 0]) & ~(unfinished & (lens == 0))
+    without = (np.bincount(runs[:, 0], minlength=len(lens)) == 0) & ~(unfinished & (lens == 0))
     if without.any():
         raise TensorError(f"{where}: sample {int(np.flatnonzero(without)[0])} has no version run")

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-from dataclasses import asdict
 from typing import Any
 
 from relax.rewards import wire
@@ -65,7 +64,7 @@ class Child:
         """The worker's reply. Raises TimeoutError after `deadline` seconds and ChildDiedError when the worker ends."""
         async with asyncio.timeout(deadline):
             try:
-                self._writer.write(wire.encode(asdict(item)))
+                self._writer.write(wire.encode(item.fields()))
                 await self._writer.drain()
             except ConnectionError:
                 raise ChildDiedError from None

@@ -16,6 +16,10 @@ class Item:
     label: Any
     row: dict[str, Any]
 
+    def fields(self) -> dict[str, Any]:
+        """As they are: `dataclasses.asdict` would copy the whole row."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:

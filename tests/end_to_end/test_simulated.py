@@ -28,7 +28,7 @@ SIMULATED: dict[str, Any] = {
     "sim_length": "pareto:20,1.5",
     "sim_tokens_per_second": "2000,1000,700,500",
     "sim_slots": 8,
-    "sim_train_seconds": 0.03,
+    "sim_train_seconds": 0.05,
     "sim_publish_seconds": 0.02,
 }
 
@@ -42,7 +42,8 @@ def launch(folder: Path, patience: float, **options: Any) -> tuple[subprocess.Po
 
 async def observe(directory: Path, process: subprocess.Popen[bytes], batches: int, seed: int) -> list[Look]:
     """Looks at the run when it has trained so many batches, at random counts of them."""
-    at = sorted(random.Random(seed).sample(range(1, batches - 1), MOMENTS))
+    # None so late that the run could end under the look.
+    at = sorted(random.Random(seed).sample(range(1, 3 * batches // 4), MOMENTS))
     looks = []
     while not all(endpoint(directory, name) for name in SERVICES):
         assert process.poll() is None, (directory.parent / "output").read_text()
