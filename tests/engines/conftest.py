@@ -16,6 +16,8 @@ from relax.engines.vllm import VllmEngine
 from relax.weights.manifest import Manifest
 from relax.weights.store import ChunkStore
 
+pytest.register_assert_rewrite("by_version", "stage")
+
 
 class ProbedEngine(VllmEngine):
     worker_extension = "probe_worker.ProbeWorker"

@@ -46,6 +46,8 @@ def test_a_replica_under_continuous_load_drains_and_loads(tied: Rig, monkeypatch
             runs = [runs for group in groups for _, _, runs in samples_of(group)]
             assert {len(r) for r in runs} == {1}
             assert {r[0][0] for r in runs} >= {first + 1, first + 2, first + 3}
+            assert replica.counters["groups"] == last and replica.counters["wait/weights"] > 0
+            assert replica.counters["tokens"] == sum(int(group.response_lens.sum()) for group in groups)
 
     tied.run(scenario())
 
