@@ -14,7 +14,7 @@ from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
-from relax.launch.plan import Command, describe, mark_of, plan, service_command
+from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
@@ -94,7 +94,8 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
         return 1
     plans = plan(resolved, run, given.own.node, given.options, command)
     print(f"run directory: {run.path}")
-    print(f"services: {', '.join(process.name for process in plans)}", flush=True)
+    print(f"services: {', '.join(process.name for process in plans)}")
+    print(f"bounds: {bounds(resolved)}", flush=True)
     progress = Progress(run.metrics, planned_batches(options))
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
     with view:

@@ -92,7 +92,7 @@ def describe(resolved: Resolved, node: str | None) -> str:
     lines += ["", f"Processes{f' of node {node}' if node else ''}"]
     for service in resolved.topology.on(node):
         lines.append(f"  {service.name:<16} {'  '.join(_facts(resolved, service))}")
-    lines += ["", f"Effective bounds: {_bounds(options)}"]
+    lines += ["", f"Effective bounds: {bounds(resolved)}"]
     return "\n".join(lines).lstrip("\n")
 
 
@@ -119,10 +119,24 @@ def _facts(resolved: Resolved, service: Service) -> list[str]:
     return [*facts, f"{service.threads} thread{'s' if service.threads > 1 else ''}", f"({service.source})"]
 
 
-def _bounds(options: Options) -> str:
-    groups, lead = options.rollout_batch_size, options.rollout_lead
-    mode = "lockstep" if options.max_staleness == 0 else "asynchronous"
-    return (
-        f"{mode}; staleness at most {options.max_staleness}, rollout at most {lead} batches ahead, "
-        f"{(lead + 1) * groups} groups ({(lead + 1) * groups * options.n_samples_per_prompt} samples) in flight"
+def bounds(resolved: Resolved) -> str:
+    """How far rollout may run ahead of training here, and which of the limits is the one that it meets."""
+    options, topology = resolved.options, resolved.topology
+    assert topology is not None
+    lead, credit = options.rollout_lead, options.rollout_credit * len(topology.role("rollout"))
+    if options.max_staleness == 0:
+        groups = options.over_sampling_batch_size or options.rollout_batch_size
+        return f"lockstep; {_groups(groups, options)} of the version in training are sampled for each batch"
+    slots = (lead + 1) * options.rollout_batch_size
+    ahead = f"{lead} {'batch' if lead == 1 else 'batches'} ahead"
+    text = (
+        f"asynchronous; staleness at most {options.max_staleness}, rollout at most {ahead}: "
+        f"{_groups(slots, options)} in flight"
     )
+    if credit < slots:
+        text += f", of which the replicas sample {credit} at once (--rollout-credit)"
+    return text
+
+
+def _groups(count: int, options: Options) -> str:
+    return f"{count} groups ({count * options.n_samples_per_prompt} samples)"
