@@ -55,8 +55,8 @@ class Gate:
 
     Liveness: while nothing trains, b = v, and the newest published version u is at least v - (k - 1) for publication
     interval k, once the publications under way are through: one is skipped only for a newer one. With S, L >= k - 1 a
-    replica at u may be given groups (S + u >= b) and P slots are free of trained groups. Either fewer than P open groups
-    have a deadline, then another may be issued, or P have, and once they are ready the batch may be committed.
+    replica at u may be given groups (S + u >= b) and P slots are free of trained groups. Either fewer than P open
+    groups have a deadline, then another may be issued, or P have, and once they are ready the batch may be committed.
 
     Spare groups (`spare` = O - P, lockstep only) are outside slots and n(w): whichever they are, both limits rise by
     `spare`, to P + spare. A commit takes the P groups that were ready first and drops all others, ready or not: they

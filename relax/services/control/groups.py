@@ -115,8 +115,7 @@ class Groups:
             self._give_up(message.lease.group, message.stage, message.reason, message.detail)
 
     def drop_stragglers(self, now: float) -> None:
-        """Drops as many of the groups that have blocked the commit for too long as it takes. `now` is in seconds and only
-        rises.
+        """Drops as many of the groups that have blocked the commit for too long as it takes. `now` is in seconds.
 
         Only what is still to be sampled can be a straggler: a group that waits for its reward or a filter is as far as
         another draw of it would come.
