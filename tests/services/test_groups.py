@@ -31,6 +31,23 @@ def train(it: Desk, served_by: str = "rollout-0") -> None:
     it.serves(served_by, b + 1)
 
 
+# --- reports that overtake one another -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", [1, 2], ids=["ready", "committed"])
+def test_a_group_may_be_ready_before_its_replica_was_heard_to_serve_and_to_sample(tmp_path: Path, ready: int) -> None:
+    it = desk(tmp_path, **ASYNC)
+    leases = issued(it)
+    for group in range(ready):
+        it.groups.ready(Ready(leases[group], 0, 5), sender("advantages-0"))
+    it.turn()
+    it.serves("rollout-0", 0)
+    for group in range(ready):
+        it.sampled(leases[group])
+    (replica,) = it.replicas
+    assert set(replica.samples) == set(leases) - set(range(ready)) and set(replica.keeps) == set(range(ready))
+
+
 # --- stragglers ------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from relax.config.options import Options
 from relax.gate.gate import Gate
 from relax.ledger.book import GroupBook
+from relax.ledger.states import State
 from relax.protocol.messages import Announce, Member, Published, Serving
 from relax.services.control.outbox import Outbox
 from relax.services.control.replicas import Replica, Replicas
@@ -70,5 +71,7 @@ class Weights:
         # What went on through the update may have older tokens, whoever has not said so yet.
         may_have_tokens = {(lease.group, lease.fence) for lease in message.running}
         for group, fence in replica.samples.items():
-            if (group, fence) not in may_have_tokens:
+            # A short sample's way through the stages may be faster than this report on a busy link: it is ready by now.
+            sampling = self._book[group].state is State.ISSUED
+            if sampling and (group, fence) not in may_have_tokens:
                 self._gate.acknowledged(group, message.version)
