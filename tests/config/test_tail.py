@@ -121,3 +121,10 @@ def test_planned_batches_are_those_of_the_earlier_end(
     topology: Write, options: dict[str, Any], batches: int | None
 ) -> None:
     assert planned_batches(resolve({}, topology(**options)).options) == batches
+
+
+def test_who_has_the_dataset_open_tells_its_size(topology: Write) -> None:
+    options = resolve({}, topology(num_rollout=10, num_epoch=2, prompt_data="/on/another/host.jsonl")).options
+    assert planned_batches(options, prompts=9) == 5
+    filtered = options.model_copy(update={"overlong_prompts": "filter"})
+    assert planned_batches(filtered, prompts=9) is None, "how many of them are left out is not known"

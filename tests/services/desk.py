@@ -1,6 +1,7 @@
 """A controller without a process: real gate, book, ledger and turns; what it would send is kept in a list."""
 
 import time
+import weakref
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +132,7 @@ def desk(tmp_path: Path, *, prompts: int = 1000, rollouts: int = 1, **options: A
     run: Any = SimpleNamespace(run_id="r", metrics=tmp_path / "metrics.jsonl", ledger=tmp_path / "ledger.sqlite")
     it = Desk(Context("controller", chosen, run, "", "", None, chosen))
     it.ledger = Ledger(run.ledger)
+    weakref.finalize(it, it.ledger.close)
     it.draws.begin(Prompts(prompts))
     for role in it.registry._needed:
         for i in range(rollouts if role == "rollout" else 1):
