@@ -224,9 +224,12 @@ class Ranks(Generic[W]):
 
     async def keep(self) -> None:
         """Tells the other ranks now and then that rank 0 lives, until cancelled."""
-        async with asyncio.TaskGroup() as lanes:
-            for lane in self._threads:
-                lanes.create_task(self._keep(lane))
+        try:
+            async with asyncio.TaskGroup() as lanes:
+                for lane in self._threads:
+                    lanes.create_task(self._keep(lane))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None  # the cause is what its user reads
 
     async def _keep(self, lane: str) -> None:
         while True:

@@ -2,12 +2,17 @@
 led in test_grid.py."""
 
 import asyncio
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from relax.services import ranks
-from relax.services.ranks import Leader, Ranks, command
+from relax.services.ranks import Leader, Ranks, command, in_lane
 from tests.megatron import tiny
 
 
@@ -15,7 +20,7 @@ class Work:
     """Remembers what it was told."""
 
     def __init__(self, options, start):
-        self.options, self.told = options, [start]
+        self.options, self.told, self.go_on = options, [start], threading.Event()
 
     @command
     def add(self, arrays, times, *, other=None):
@@ -25,6 +30,11 @@ class Work:
     @command
     def count(self, stop):
         return iter(range(stop))
+
+    @in_lane("beside")
+    def wait(self, seconds):
+        assert self.go_on.wait(seconds)
+        return threading.current_thread().name
 
     def secret(self):
         return "not for all ranks"
@@ -83,3 +93,90 @@ def test_commands_from_an_event_loop_run_one_by_one_and_idle_goes_between(monkey
 
 def test_ranks_that_were_never_built_can_be_closed():
     asyncio.run(Ranks("test").close(clean=True))
+
+
+def test_lanes_go_on_beside_each_other_and_idle_goes_into_each(monkeypatch):
+    monkeypatch.setattr(ranks, "IDLE_SECONDS", 0.001)
+    told = []
+    monkeypatch.setattr(Leader, "idle", lambda leader, lane: told.append((lane, threading.current_thread().name)))
+
+    async def life():
+        led: Ranks[Work] = Ranks("test")
+        work = await led.build(Work, tiny.options(), 0)
+        keeping = asyncio.create_task(led.keep())
+        waiting = asyncio.create_task(led.run(work.wait, 60))
+        for times in range(3):  # the model's lane does not wait for the other one
+            assert await led.run(work.add, {"x": np.ones(2)}, times) == 2 * times
+        assert not waiting.done()
+        work.go_on.set()
+        assert (await waiting).startswith("test-beside")
+        for _ in range(10_000):
+            if {lane for lane, _ in told} == {"model", "beside"}:
+                break
+            await asyncio.sleep(0.002)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await led.close(clean=True)
+
+    asyncio.run(life())
+    assert {lane for lane, _ in told} == {"model", "beside"}
+    assert all(name.startswith(f"test-{lane}") for lane, name in told)
+
+
+def test_keeping_the_ranks_fails_with_the_cause_itself(monkeypatch):
+    monkeypatch.setattr(ranks, "IDLE_SECONDS", 0.001)
+
+    def lost(leader, lane):
+        raise ConnectionError(f"{lane}: rank 1 is gone")
+
+    monkeypatch.setattr(Leader, "idle", lost)
+
+    async def life():
+        led: Ranks[Work] = Ranks("test")
+        await led.build(Work, tiny.options(), 0)
+        with pytest.raises(ConnectionError, match="rank 1 is gone"):
+            await led.keep()
+        await led.close(clean=False)
+
+    asyncio.run(life())
+
+
+FAILS = """
+import os
+from relax.services.ranks import Leader, command, follow, in_lane
+from tests.megatron import tiny
+
+
+class Work:
+    def __init__(self, options):
+        pass
+
+    @command
+    def nothing(self):
+        pass
+
+    @in_lane("beside")
+    def fail(self):
+        if os.environ["RANK"] == "1":
+            raise ArithmeticError("rank 1 cannot do this")
+
+
+options = tiny.options(tensor_parallel_size=2)
+if os.environ["RANK"] == "1":
+    follow(Work, options)
+leader = Leader(Work, options)
+leader.run(leader.work.nothing)
+leader.run(leader.work.fail)
+"""
+
+
+def test_a_lane_that_fails_on_another_rank_ends_that_rank_and_the_command(tmp_path):
+    """Though that rank's other lane waits for its next command."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2"]
+    run += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(tmp_path / "fails.py")]
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    done = subprocess.run(run, cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "ArithmeticError: rank 1 cannot do this" in done.stderr
