@@ -2,8 +2,8 @@
 
     f(prompt: str, response: str, label, row: dict) -> float | None
 
-`prompt` is the text as it was tokenized, `response` the decoded response without special tokens, `label` the row's
-field named by --label-key (None without it), `row` the whole row. None abstains. They run in a worker process, one
+`prompt` and `response` are the decoded tokens of each without special tokens, `label` is the row's field named by
+--label-key (None without it), `row` the whole row. None abstains. They run in a worker process, one
 sample at a time, which is killed at the time limit: none of them needs a timeout of its own.
 """
 

@@ -116,7 +116,7 @@ class ReferenceLoop:
         for s in samples:
             row = json.loads(s.prompt.row)
             label = row.get(self.options.label_key) if self.options.label_key else None
-            reward = self.reward(s.prompt.text, self.tokenizer.decode(s.tokens), label, row)
+            reward = self.reward(self.tokenizer.decode(s.prompt.token_ids), self.tokenizer.decode(s.tokens), label, row)
             rewards.append(np.nan if reward is None else reward)
         return np.array(rewards, np.float64)
 
