@@ -28,6 +28,7 @@ from relax.ledger import queries
 from relax.protocol.hello import ask_run_id
 from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import Holdings, Inventory
+from relax.protocol.security import Security
 
 STAGES = ("rollout", "reward", "advantages", "critic", "actor")
 SERVED = ("issued", "sampled", "scored", "ready", "committed")
@@ -101,7 +102,7 @@ class Observer:
 
     async def __aenter__(self) -> "Observer":
         endpoints = {name: endpoint(self.directory, name) for name in self._services}
-        run_id = await ask_run_id(endpoints.pop("controller"), 30.0)
+        run_id = await ask_run_id(endpoints.pop("controller"), 30.0, Security())
         # In the order of the stages, so that a draw that moves on while we ask is met by a later question.
         self._ask = sorted(endpoints.items(), key=lambda e: STAGES.index(e[0].split("-")[0]))
         token = secrets.token_hex(4)
