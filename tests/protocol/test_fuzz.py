@@ -251,7 +251,8 @@ def test_mutated_messages_leave_a_mailbox_as_it_was(sockets, role, rounds):
     assert not surprises
     assert counters["refused"] > rounds / 3, counters
     assert handled.keys() >= {kind.__name__ for kind in kinds_of(role)}, handled  # what was left whole was taken
-    assert sizes[-1] <= 1.05 * sizes[0], sizes
+    # Over the second half: allocators, and the fuzzer in the same process, take a while to have seen every size.
+    assert sizes[-1] <= 1.05 * sizes[1], sizes
 
 
 @pytest.mark.parametrize("rounds", [2_000, pytest.param(20_000, marks=pytest.mark.long)])

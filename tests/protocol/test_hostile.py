@@ -242,6 +242,31 @@ def test_a_sender_of_garbage_is_cut_off_and_named_once(sockets):
     run(work())
 
 
+def test_a_frame_far_over_the_limit_costs_its_sender_the_connection(sockets):
+    async def work():
+        b = mailbox("b", f"ipc://{sockets}/b", bounds=Bounds(limits=LIMITS))
+        got = []
+
+        async def keep(message, sender):
+            got.append(sender.name)
+
+        b.on(Note, keep)
+        async with opened(b):
+            with raw_socket(b.endpoint) as raw:
+                lost = raw.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+                for i in range(3):
+                    raw.send(bytes(400_000))
+                    await until(lambda: lost.poll(0))
+                    lost.recv_multipart()
+                    raw.send_multipart(tell(1, Note(1), address=[*ADDRESS[:2], f"after-{i}", *ADDRESS[3:]]))
+                    await until(lambda n=i: len(got) == n + 1)
+                raw.disable_monitor()
+                lost.close()
+            assert b.counters["refused"] == 0 and not b.failed.done()
+
+    run(work())
+
+
 def test_late_messages_of_a_link_given_up_are_no_offence(sockets):
     async def attack(send, b):
         send(tell(1, Note(1), address=[*ADDRESS[:4], 7, ADDRESS[5]]))
