@@ -16,7 +16,7 @@ from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Publish
 from relax.services.actor_work import PUBLICATION, ActorWork
 from relax.services.publishing import Publishing, Staged
 from relax.services.ranks import Leader, Ranks
-from relax.services.service import Context
+from relax.services.service import Context, ServiceError
 from relax.services.trainer import Trainer
 from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.manifest import Manifest
@@ -112,6 +112,16 @@ class Actor(Trainer):
         self.counters["published"] = staged.version
         self.report(Published(staged.version, manifest.to_json()))
 
+    async def _is_published(self, version: int) -> None:
+        limit = self.options.stall_timeout
+        try:
+            await self.publishing.published.wait(version, limit)
+        except TimeoutError:
+            done = self.publishing.published.value
+            raise ServiceError(
+                f"version {version} is not published after --stall-timeout {limit:g} s; the newest is {done}"
+            ) from None
+
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)
         return Chunk(np.frombuffer(data or b"", np.uint8))
@@ -124,7 +134,7 @@ class Actor(Trainer):
             if self.publishing.offered != last:
                 await self._offer(last)
             self.activity = f"publishing version {last}"
-            await self.publishing.published.wait(last, self.options.stall_timeout)
+            await self._is_published(last)
             self.activity = "writing the export"
             await self._ranks.run(self._work.export, str(self.run.export_dir))
         return Finished(self.version.value, str(self.run.export_dir))
