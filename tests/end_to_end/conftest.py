@@ -31,6 +31,7 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
         max_staleness=2,
         use_tis=True,
         num_rollout=12,
+        rollout_temperature=0.7,
     )
 
 

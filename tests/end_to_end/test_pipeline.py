@@ -2,6 +2,7 @@
 
 import sqlite3
 
+import pyarrow.parquet as pq
 import pytest
 import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -67,8 +68,6 @@ def test_staleness_stays_within_its_bound_and_is_used(asynchronous: tiny_run.Run
 
 
 def test_replicas_draw_different_samples(asynchronous: tiny_run.Run) -> None:
-    import pyarrow.parquet as pq
-
     with queries.read(asynchronous.directory / "ledger.sqlite") as ledger:
         held = dict(ledger.execute("SELECT holder, count(*) FROM groups WHERE state = 'trained' GROUP BY holder"))
     assert set(held) == {"rollout-0", "rollout-1"}
@@ -78,6 +77,23 @@ def test_replicas_draw_different_samples(asynchronous: tiny_run.Run) -> None:
         groups.setdefault(row["group"], set()).add(row["response"])
     assert all(len(responses) > 1 for responses in groups.values()), "samples of a group must differ"
     assert len({frozenset(r) for r in groups.values()}) == len(groups), "groups must differ"
+
+
+def test_a_sample_is_what_its_seed_draws_among_whatever_others(
+    lockstep: tiny_run.Run, asynchronous: tiny_run.Run
+) -> None:
+    """The first four groups of both runs are of version 0: one replica drew them alone, or two did beside others."""
+    drawn = [
+        {
+            (row["prompt_id"], row["epoch"], row["sample"]): row["response"]
+            for row in pq.read_table(run.directory / "samples").to_pylist()
+            if row["group"] < 4
+        }
+        for run in (lockstep, asynchronous)
+    ]
+    assert len(drawn[0]) == 32 and drawn[0] == drawn[1]
+    with queries.read(asynchronous.directory / "ledger.sqlite") as ledger:
+        assert ledger.execute("SELECT DISTINCT oldest FROM groups WHERE group_id < 4").fetchall() == [(0,)]
 
 
 @pytest.mark.parametrize("name", ["lockstep", "asynchronous"])
