@@ -113,4 +113,7 @@ def test_a_replica_that_is_told_to_leave_hands_over_and_the_run_goes_on(tmp_path
     assert run.events("controller", "member_left")
     with queries.read(directory / "ledger.sqlite") as ledger:
         assert queries.conservation(ledger).holds
+        moved = ledger.execute("SELECT holder, attempt FROM groups WHERE fence > 1").fetchall()
+    assert len(moved) <= left["groups"] and set(moved) <= {("rollout-0", 0)}
+    assert moved or not left["groups"], "what it had not finished was finished by the other"
     assert all(len(row["versions"]) == 1 for row in samples(run)) or partial
