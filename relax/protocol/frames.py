@@ -88,8 +88,10 @@ def split(frame: bytes, prefix: int, length: int) -> tuple[list, memoryview]:
         raise Refused("header", f"a header of {length} bytes in a frame of {len(frame)}", field="head")
     view = memoryview(frame)
     try:
-        # A header of fewer bytes cannot hold more items.
-        values = msgpack.unpackb(view[prefix:end], ext_hook=_no_extension, **(_counted() if length > MAX_ITEMS else {}))
+        if length > MAX_ITEMS:
+            values = msgpack.unpackb(view[prefix:end], ext_hook=_no_extension, **_counted())
+        else:  # so few bytes cannot hold more items
+            values = msgpack.unpackb(view[prefix:end], ext_hook=_no_extension)
     except (ValueError, msgpack.UnpackException) as error:
         raise Refused("header", f"no msgpack header: {type(error).__name__} {error}", field="header") from None
     if type(values) is not list:

@@ -5,6 +5,7 @@ kernel remembers it for a minute.
 """
 
 import asyncio
+import itertools
 import os
 import struct
 from collections import Counter
@@ -28,6 +29,7 @@ _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _LISTENING, _ESTABLISHED = "0A", "01"
 # From the event to the end of the connection; also how often at most the kernel is asked.
 _NAMING_SECONDS = 0.2
+_NUMBERS = itertools.count()
 
 
 class Handshakes:
@@ -36,7 +38,8 @@ class Handshakes:
 
     def __init__(self, socket: zmq.Socket, on_failed: Callable[[str], None]) -> None:
         self._socket, self._on_failed = socket, on_failed
-        monitor = socket.get_monitor_socket(_FAILED)
+        # pyzmq would name it after the socket's descriptor, which the system gives out again.
+        monitor = socket.get_monitor_socket(_FAILED, f"inproc://relax-handshakes-{next(_NUMBERS)}")
         monitor.linger = 0
         self._pump = Pump(monitor, routed=False, max_frames=2, on_message=self._told, on_writable=lambda: None)
 
