@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/pipeline.py [--batches 20] [--keep DIRECTORY]
 
 Two runs of the same settings, vLLM on one core and the actor on another: lockstep (S = 0) and asynchronous (S = 2).
-From the rows of their metrics.jsonl, less the first and the last batches:
+From their metrics and ledgers, less the first and the last batches:
 
-- a, seconds in which a replica samples a batch in lockstep: what of the batch's time is no wait of rollout's
-- b, seconds in which the actor trains it
+- a, seconds that the groups of a batch take in lockstep, from the issue of the first until the last is sampled
+- b, seconds that the actor then takes to train on it
 - the bound (a + b) / max(a, b): what lockstep would gain if the shorter of them, and all in between, cost no time
 - the speed-up: seconds of a batch in lockstep over those of the asynchronous run, and its share of the bound
 - how long the trainer waits for a publication, and one copy of as many bytes as the weights have
@@ -28,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import yaml
+
+from relax.ledger import queries
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP, COOL_DOWN = 5, 3  # batches: the pipeline fills, and it runs empty
@@ -61,7 +63,8 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """Mean seconds a batch: in all, rollout sampling and waiting, the actor training and waiting."""
+    """Mean seconds a batch: in all, its groups being sampled (of a batch ahead, with others), the actor training and
+    either side waiting."""
 
     batch: float
     sampling: float
@@ -79,11 +82,14 @@ class Run:
             return statistics.fmean(row[name] for row in rows if row.get(name) is not None)
 
         waits = {name: mean(name) for name in sorted(rows[0]) if "_wait_s/" in name}
-        idle = sum(seconds for name, seconds in waits.items() if name.startswith("perf/rollout_wait_s/"))
+        with queries.read(directory / "ledger.sqlite") as ledger:
+            spans = ledger.execute(
+                "SELECT max(sampled_at) - min(first_issued_at) FROM groups WHERE state = 'trained' GROUP BY batch"
+            ).fetchall()
         manifest = json.loads((directory / "weights" / "0.0.json").read_text())
         return cls(
             batch=mean("perf/batch_s"),
-            sampling=mean("perf/batch_s") - idle,
+            sampling=statistics.fmean(span for (span,) in spans[WARM_UP:-COOL_DOWN]),
             training=mean("perf/train_s"),
             waits=waits | {"perf/publish_s": mean("perf/publish_s")},
             publication=[row["perf/trainer_wait_s/publication"] for row in rows],
@@ -144,7 +150,8 @@ def report(lockstep: Run, ahead: Run) -> None:
     print(f"a batch takes {lockstep.batch:.3f} s in lockstep, {ahead.batch:.3f} s with S = {STALENESS}: {gained:.3f}x")
     print(f"share of the bound {gained / bound:.3f} (goal {GOAL})\n")
     print(f"| seconds a batch | lockstep | S = {STALENESS} |\n|---|---|---|")
-    rows = {"sampling": (lockstep.sampling, ahead.sampling), "training": (lockstep.training, ahead.training)}
+    rows = {"issue to last sample": (lockstep.sampling, ahead.sampling)}
+    rows["training"] = lockstep.training, ahead.training
     rows |= {name: (lockstep.waits[name], ahead.waits[name]) for name in lockstep.waits}
     for name, (before, after) in rows.items():
         print(f"| {name} | {before:.4f} | {after:.4f} |")
