@@ -1,7 +1,8 @@
 """Connections that ended before they began: whom a socket refused, or by whom it was refused, and why.
 
 libzmq tells of them through a monitor, without the address of a refused peer. But since we closed the connection, the
-kernel remembers it for a minute.
+kernel remembers it for a minute. (A peer that closes first leaves nothing behind, so members that went are not taken
+for refused ones.)
 """
 
 import asyncio
@@ -25,8 +26,9 @@ log = structlog.get_logger("relax.protocol")
 _EVENT = struct.Struct("=Hi")
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 NOT_ADMITTED = "the key is not admitted"
+CLOSED = "the connection was closed"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_LISTENING, _ESTABLISHED = "0A", "01"
+_CLOSED_BY_US = ("04", "05", "06", "0B")  # FIN_WAIT1, FIN_WAIT2, TIME_WAIT, CLOSING
 # From the event to the end of the connection; also how often at most the kernel is asked.
 _NAMING_SECONDS = 0.2
 _NUMBERS = itertools.count()
@@ -58,7 +60,7 @@ def _reason(event: int, value: int) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return NOT_ADMITTED
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-        return f"the connection was closed ({os.strerror(value)})"
+        return f"{CLOSED} ({os.strerror(value)})"
     if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return "one side speaks plain text, the other has keys"
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
@@ -71,7 +73,9 @@ class Refusals:
 
     def __init__(self, socket: zmq.Socket, counters: Counter[str]) -> None:
         self._counters = counters
-        self._told, self._untold = Tally(), ""
+        self._told = Tally()
+        self._untold: dict[str, None] = {}
+        self._named: set[tuple[str, int]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.port = 0
         self._handshakes = Handshakes(socket, self._refused)
@@ -82,24 +86,30 @@ class Refusals:
             self._timer.cancel()
 
     def _refused(self, reason: str) -> None:
+        if reason.startswith(CLOSED):
+            return  # by the peer, before there was anything to refuse
         self._counters["refused_connections"] += 1
         if reason == NOT_ADMITTED:
             return  # the doorkeeper, who decided it, knows the address
-        self._untold = reason
+        self._untold[reason] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_NAMING_SECONDS, self._name)
 
     def _name(self) -> None:
-        self._timer = None
-        for peer in lately_closed(self.port) or ["unknown"]:
-            count = self._told.add((peer, self._untold))
+        # Several may have come since the last look. Who had which reason is not known, so each is told with all.
+        self._timer, reason = None, "; ".join(self._untold)
+        self._untold.clear()
+        closed = lately_closed(self.port)
+        fresh, self._named = closed - self._named, closed
+        for peer in sorted({address for address, _ in fresh}) or ["unknown"]:
+            count = self._told.add((peer, reason))
             if telling(count):
-                log.warning("connection_refused", peer=peer, reason=self._untold, count=count)
+                log.warning("connection_refused", peer=peer, reason=reason, count=count)
 
 
-def lately_closed(port: int, tables: tuple[Path, ...] = _TABLES) -> list[str]:
-    """Addresses whose connections to our `port` have ended within the last minute or so; [] where nobody can tell."""
-    found: set[str] = set()
+def lately_closed(port: int, tables: tuple[Path, ...] = _TABLES) -> set[tuple[str, int]]:
+    """(address, port) of whom we hung up on at our `port` in the last minute or so; empty where nobody can tell."""
+    found: set[tuple[str, int]] = set()
     for table in tables:
         try:
             lines = table.read_text().splitlines()[1:]
@@ -107,9 +117,10 @@ def lately_closed(port: int, tables: tuple[Path, ...] = _TABLES) -> list[str]:
             continue
         for line in lines:
             _, local, remote, state, *_ = line.split()
-            if int(local.rpartition(":")[2], 16) == port and state not in (_LISTENING, _ESTABLISHED):
-                found.add(_address(remote.rpartition(":")[0]))
-    return sorted(found)
+            if int(local.rpartition(":")[2], 16) == port and state in _CLOSED_BY_US:
+                address, _, their_port = remote.rpartition(":")
+                found.add((_address(address), int(their_port, 16)))
+    return found
 
 
 def _address(text: str) -> str:

@@ -79,6 +79,30 @@ def test_a_peer_without_the_key_is_refused_and_both_sides_say_why(there, here, r
     run(work())
 
 
+def test_reasons_that_come_together_are_all_told_and_a_member_that_left_is_not_blamed():
+    async def work():
+        b, plain = serving(Security(keys=OURS)), mailbox("plain", TCP, security=Security())
+        member = mailbox("member", TCP, security=Security(keys=OURS))
+        foreign = mailbox("foreign", TCP, security=Security(keys=THEIRS))
+        with structlog.testing.capture_logs() as logs:
+            async with opened(b, plain, foreign, member):
+                assert await member.ask(b.endpoint, Question(1), 10.0) == Reply(2)
+                await member.close()
+                await asyncio.sleep(0.3)
+                assert not [r for r in logs if r["event"] == "connection_refused"]
+                assert not lately_closed(int(b.endpoint.rpartition(":")[2]))
+                for intruder in (plain, foreign):
+                    intruder.tell_nowait(b.endpoint, Note(1))
+
+                def told(text: str) -> bool:
+                    return any(text in r["reason"] for r in logs if r["event"] == "connection_refused")
+
+                await until(lambda: told("plain text") and told("different keys"))
+        assert {r["peer"] for r in logs if r["event"] == "connection_refused"} == {"127.0.0.1"}
+
+    run(work())
+
+
 def test_the_public_key_alone_lets_nobody_in():
     async def work():
         b = serving(Security(keys=OURS))
@@ -197,8 +221,10 @@ def test_addresses_of_closed_connections_are_read_from_the_kernels_tables(tmp_pa
         "  sl  local_address rem_address   st tx_queue\n"
         "   0: 0100007F:1388 0200007F:96F4 06 00000000:00000000\n"
         "   1: 0100007F:1388 0300007F:96F4 01 00000000:00000000\n"
+        "   5: 0100007F:1388 0600007F:96F4 09 00000000:00000000\n"
         "   2: 0100007F:1389 0400007F:96F4 06 00000000:00000000\n"
         "   3: 0000000000000000FFFF00000100007F:1388 0000000000000000FFFF00000500007F:96F4 06 00000000:00000000\n"
         "   4: 00000000000000000000000001000000:1388 00000000000000000000000001000000:96F4 05 00000000:00000000\n"
     )
-    assert lately_closed(5000, (table, tmp_path / "missing")) == ["127.0.0.2", "127.0.0.5", "::1"]
+    closed = lately_closed(5000, (table, tmp_path / "missing"))
+    assert closed == {(address, 0x96F4) for address in ("127.0.0.2", "127.0.0.5", "::1")}
