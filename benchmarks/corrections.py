@@ -154,12 +154,14 @@ def plot(results: Results) -> None:
                 if curves:
                     panel.plot(np.mean(curves, 0), style, color=colour, linewidth=1.6, label=name)
         panel.set_title(title, fontsize=9)
-        panel.set_yscale("log" if logarithmic else "linear")
+        if logarithmic:
+            panel.set_yscale("log")
+            panel.set_ylim(bottom=1e-5)
         panel.grid(alpha=0.3)
     panels[0, 0].legend(fontsize=8)
     figure.supxlabel("batch")
     figure.tight_layout()
-    figure.savefig(PLOT, dpi=100)
+    figure.savefig(PLOT, dpi=80)
 
 
 def main() -> None:
