@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 
 from relax.config import asynchrony
+from relax.config.budget import RestartBudget
 from relax.config.options import Options
 from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
@@ -88,6 +89,15 @@ def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     if options.num_rollout is None and options.num_epoch is None:
         yield refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+
+
+@_reads("restart_budget")
+def _restart_budget_is_one(resolved: Resolved) -> Iterator[Violation]:
+    try:
+        RestartBudget.parse(resolved.options.restart_budget)
+    except ValueError:
+        problem = "is not N/SECONDS, with N of at least 0 and SECONDS above 0"
+        yield refuse(resolved.options, "restart_budget", problem, "Say 3/600, or 0/600 for no restart at all.")
 
 
 @_reads("run_name")

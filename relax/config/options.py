@@ -30,7 +30,6 @@ PER_SERVICE = frozenset({"run_dir", "controller", "log_level", "keys"})
 
 NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
-NO_RESTART = "A service that dies ends the run; leave it out."
 
 
 class Section(BaseModel):
@@ -237,9 +236,11 @@ class SystemOptions(Section):
     startup_timeout: float = opt(300.0, "seconds until every service must have registered", gt=0)
     peer_timeout: float = opt(60.0, "seconds of silence after which a peer counts as dead", gt=0)
     stall_timeout: float = opt(
-        600.0, "seconds without progress after which the run ends, saying what it waits for", gt=0
+        600.0, "seconds without progress after which a service is started again and a run ends, saying why", gt=0
     )
-    restart_budget: str = opt("3/600", "restarts per service / seconds", unavailable=NO_RESTART, metavar="N/SECONDS")
+    restart_budget: str = opt(
+        "3/600", "restarts of each service / within so many seconds; beyond, the run ends", metavar="N/SECONDS"
+    )
     keys: Path | None = opt(
         None, "directory with the run's key, from relax-launch --keygen; needed beyond this host", metavar="DIR"
     )

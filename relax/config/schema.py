@@ -75,6 +75,8 @@ ROLES: dict[str, type[ServiceEntry]] = {
     "reference": RankedEntry,
 }
 RANKED = frozenset(role for role, entry in ROLES.items() if issubclass(entry, RankedEntry))
+# A service of these can be killed at any moment: the run goes on, and the launcher starts it again.
+RESTARTED = frozenset({"rollout", "reward", "advantages", "reference"})
 REQUIRED = ("controller", "rollout", "reward", "advantages", "actor")
 TOP_LEVEL = ("run", "controller", "nodes", "services", "options")
 ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/]+):(\d{1,5})")

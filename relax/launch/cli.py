@@ -5,11 +5,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax.config.budget import RestartBudget
 from relax.config.checks import check_options, located, warnings
 from relax.config.flags import Given, Parser
 from relax.config.keys import KeyProblem
 from relax.config.machine import check_machine
+from relax.config.options import Options
 from relax.config.resolve import Resolved, accepted, resolve
+from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
@@ -100,10 +103,24 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
     with view:
         mark = mark_of(run, given.own.node)
-        supervisor = Supervisor(run, plans, mark=mark, peer_timeout=options.peer_timeout, tick=view.tick)
+        supervisor = Supervisor(
+            run,
+            plans,
+            mark=mark,
+            peer_timeout=options.peer_timeout,
+            startup_timeout=options.startup_timeout,
+            budget=RestartBudget.parse(options.restart_budget),
+            restarted=_restarted(options),
+            tick=view.tick,
+        )
         outcome = supervisor.run()
         view.tick(supervisor.children)
     return _report(run, outcome)
+
+
+def _restarted(options: Options) -> frozenset[str]:
+    """A reference that was refreshed would need a version that may be stored no more."""
+    return RESTARTED - {"reference"} if options.ref_update_interval is not None else RESTARTED
 
 
 def _open_run(resolved: Resolved, node: str | None) -> RunDir:
@@ -139,7 +156,7 @@ def _report(run: RunDir, outcome: Outcome) -> int:
     if outcome.failed:
         sys.stdout.flush()
         print(f"failed: {outcome.text}", file=sys.stderr)
-        error = first_error(run, outcome.ended_at, outcome.failed)
+        error = first_error(run, outcome.ended_at, outcome.failed, outcome.since)
         if error is not None:
             print(error, file=sys.stderr)
     else:

@@ -30,13 +30,15 @@ class FirstError:
         return f"{lines}first error of the run: {self.service} at {self.time:%H:%M:%S} UTC: {self.text} ({self.file})"
 
 
-def first_error(run: RunDir, ended_at: Mapping[str, datetime], failed: Mapping[str, str]) -> FirstError | None:
+def first_error(
+    run: RunDir, ended_at: Mapping[str, datetime], failed: Mapping[str, str], since: Mapping[str, datetime]
+) -> FirstError | None:
     """The earliest error record of all logs, or the end of a failed service that logged none.
 
     `ended_at` has the end of each process, `failed` how those to blame ended. One that died before it could log an
-    error is known by that and by its output.
+    error is known by that and by its output. `since` says from when on the errors of a service count, if not all do.
     """
-    found = list(_logged(run))
+    found = list(_logged(run, since))
     have_logged = {error.service for error in found}
     for service, how in failed.items():
         if service not in have_logged and service in ended_at:
@@ -55,11 +57,14 @@ def tail(file: Path) -> str:
     return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
 
-def _logged(run: RunDir) -> Iterator[FirstError]:
+def _logged(run: RunDir, since: Mapping[str, datetime]) -> Iterator[FirstError]:
     for file in sorted(run.logs_dir.glob("*.jsonl")):
+        begin = since.get(file.stem)
         for record in _errors(file):
             text, _, details = message(record).partition("\n")
             time = datetime.fromisoformat(record["time"])
+            if begin is not None and time < begin:
+                continue
             yield FirstError(time, str(record.get("service", file.stem)), text, details, file)
             break
 

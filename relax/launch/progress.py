@@ -147,9 +147,9 @@ class TableView:
         progress = self.progress
         elapsed = duration(time.monotonic() - progress.began)
         running = sum(child.process.returncode is None for child in children)
-        caption = (
-            f"{running} of {len(children)} services running   elapsed {elapsed}   left {duration(progress.left())}"
-        )
+        again = "".join(f", {child.name} for the {child.restarts + 1}. time" for child in children if child.restarts)
+        services = f"{running} of {len(children)} services running{again}"
+        caption = f"{services}   elapsed {elapsed}   left {duration(progress.left())}"
         table = Table(title=self.title, caption=caption, title_justify="left", caption_justify="left")
         for name in progress.columns({"batch": -1}):
             table.add_column(name, justify="right")

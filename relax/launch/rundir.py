@@ -97,6 +97,10 @@ class RunDir:
         """The ipc endpoint where a service binds: `ipc://<runtime_dir>/rollout-0.sock`."""
         return f"ipc://{self.runtime_dir / file_name(service, 'the service')}.sock"
 
+    def sign_of_life(self, service: str) -> Path:
+        """A file on this host that a service touches while its loop runs."""
+        return self.runtime_dir / file_name(f"{service}.life", "the sign of life")
+
     @classmethod
     def create(
         cls,

@@ -1,24 +1,31 @@
 """Starts the processes of a run, watches them, and leaves none behind.
 
 A run goes through: starting -> running -> (ended | failed | interrupted) -> stopping -> swept. `failed` is the first
-process that ends with another code than 0, or one other than a rollout replica that ends before the run does.
+process that ends with another code than 0 and is not started again, or one other than a rollout replica that ends
+before the run does.
+
+A service that may be started again is, within its budget: what its dead life left is killed, and the new one has the
+same name and command. A service that lives shows it (a file that it touches); one that has not for the peer timeout is
+killed, and then like any other that died.
 """
 
 import os
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from types import FrameType
 from typing import Any
 
+from relax.config.budget import RestartBudget
 from relax.launch.guard import Guard
 from relax.launch.plan import ProcessPlan
 from relax.launch.rundir import RunDir
-from relax.launch.sweep import sweep
+from relax.launch.sweep import kill_session, sweep
 
 POLL_SECONDS = 0.1
 # After the controller's success, how long the others may take to end by themselves.
@@ -27,14 +34,31 @@ LINGER_SECONDS = 4.0
 END_SECONDS = 6.5
 # However late it is, a service has this long from SIGTERM to SIGKILL.
 LEAST_STOP_SECONDS = 1.0
+# How long after its death a service is started again, twice as long after each, and at most.
+BACKOFF_SECONDS = 0.2
+LONGEST_BACKOFF_SECONDS = 10.0
+# After so long between two looks it is the launcher that was held up.
+HELD_UP_SECONDS = 2.0
+NO_RESTARTS = RestartBudget(0, 1.0)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
 class Child:
+    """A service, through all its lives. `began` are the starts that the budget still counts (monotonic seconds and wall
+    time), with the one before them in front; `again_at` is when the next one begins, None while there is no reason for one.
+    `sign` and `seen` are the last sign of life and when it came; `hung` how long it was silent, once it was killed for
+    that. Times without a zone are monotonic seconds."""
+
     plan: ProcessPlan
     process: subprocess.Popen[bytes]
     ended_at: datetime | None = None
+    began: list[tuple[float, datetime]] = field(default_factory=list)
+    restarts: int = 0
+    again_at: float | None = None
+    sign: int | None = None
+    seen: float = 0.0
+    hung: float | None = None
 
     @property
     def name(self) -> str:
@@ -45,6 +69,8 @@ class Child:
         code = self.process.returncode
         if code is None:
             return "is running"
+        if self.hung is not None:
+            return f"gave no sign of life for {self.hung:.0f} s and was killed"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -57,12 +83,14 @@ class Outcome:
     text: str
     failed: dict[str, str] = field(default_factory=dict)
     ended_at: dict[str, datetime] = field(default_factory=dict)
+    since: dict[str, datetime] = field(default_factory=dict)  # where a service's errors count from: older were survived
 
 
 class Supervisor:
     """Supervises the processes of one host. Use `run`; nothing else needs to be called.
 
-    `tick` is called several times a second with the children, for the progress view.
+    `restarted` are the roles whose services are started again, at most as `budget` says. `tick` is called several times
+    a second with the children, for the progress view.
     """
 
     def __init__(
@@ -72,17 +100,25 @@ class Supervisor:
         *,
         mark: str,
         peer_timeout: float = 60.0,
+        startup_timeout: float = 300.0,
+        budget: RestartBudget = NO_RESTARTS,
+        restarted: Collection[str] = (),
         tick: Callable[[Sequence[Child]], None] = lambda children: None,
     ) -> None:
         self.mark = mark
         self.run_dir = run
         self.plans = plans
         self.peer_timeout = peer_timeout
+        self.startup_timeout = startup_timeout
+        self.budget = budget
+        self.restarted = restarted
         self.tick = tick
         self.children: list[Child] = []
         self._signal: signal.Signals | None = None
         self._signals = 0
         self._ended: float | None = None
+        self._sessions: set[int] = set()
+        self._looked = time.monotonic()
 
     def run(self) -> Outcome:
         """Runs everything to its end and clears up. Must be called from the main thread.
@@ -95,18 +131,24 @@ class Supervisor:
             with self._catching_signals():
                 try:
                     for plan in self.plans:
-                        self._start(plan, guard)
-                    outcome = self._watch()
+                        self.children.append(child := Child(plan, self._start(plan, guard)))
+                        self._begins(child)
+                    outcome = self._watch(guard)
                 finally:
                     self._stop(self._ended or time.monotonic())
         finally:
             self.run_dir.leave()
             guard.dismiss()
         return Outcome(
-            outcome.code, outcome.text, outcome.failed, {c.name: c.ended_at for c in self.children if c.ended_at}
+            outcome.code,
+            outcome.text,
+            outcome.failed,
+            {c.name: c.ended_at for c in self.children if c.ended_at},
+            # The errors of lives that were survived are not why the run ended; all that the spent budget counts are.
+            {c.name: c.began[0 if c.name in outcome.failed else -1][1] for c in self.children if c.restarts},
         )
 
-    def _start(self, plan: ProcessPlan, guard: Guard) -> None:
+    def _start(self, plan: ProcessPlan, guard: Guard) -> subprocess.Popen[bytes]:
         with self.run_dir.out(plan.name).open("ab") as out:
             process = subprocess.Popen(
                 plan.command,
@@ -117,24 +159,86 @@ class Supervisor:
                 start_new_session=True,
             )
         guard.watch(process.pid)
-        self.children.append(Child(plan, process))
+        self._sessions.add(process.pid)
+        return process
 
-    def _watch(self) -> Outcome:
+    @staticmethod
+    def _begins(child: Child) -> None:
+        child.seen = time.monotonic()
+        child.began.append((child.seen, datetime.now(UTC)))
+
+    # --- lives -------------------------------------------------------------------------------------------------------
+
+    def _again(self, child: Child) -> bool:
+        """Whether a child that ended is started again, now or soon."""
+        if child.again_at is not None:
+            return True
+        now = time.monotonic()
+        while len(child.began) > 1 and now - child.began[1][0] >= self.budget.seconds:
+            del child.began[0]
+        spent = len(child.began) - 1
+        if child.plan.role not in self.restarted or spent >= self.budget.restarts:
+            return False
+        child.again_at = now + min(BACKOFF_SECONDS * 2**spent, LONGEST_BACKOFF_SECONDS)
+        print(f"{child.name} {child.how()}; it is started again", file=sys.stderr, flush=True)
+        return True
+
+    def _restart(self, guard: Guard) -> None:
+        """The next lives of those whose time has come. Nothing of the last one is left by then."""
+        for child in self.children:
+            if child.again_at is None or time.monotonic() < child.again_at:
+                continue
+            kill_session(child.process.pid)
+            self.run_dir.sign_of_life(child.name).unlink(missing_ok=True)
+            child.process = self._start(child.plan, guard)
+            child.ended_at = child.again_at = child.sign = child.hung = None
+            child.restarts += 1
+            self._begins(child)
+
+    def _kill_the_hung(self) -> None:
+        """Who has shown no sign of life for the peer timeout, or has not begun to within the startup timeout."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        for child in self.children:
+            if child.process.returncode is not None:
+                continue
+            if now - before > HELD_UP_SECONDS:
+                child.seen += now - before  # we could see nobody
+            sign = self._sign(child)
+            if sign is not None and sign != child.sign:
+                child.sign, child.seen = sign, now
+            silent = now - child.seen
+            if silent > (self.startup_timeout if child.sign is None else self.peer_timeout):
+                child.hung = silent
+                os.killpg(child.process.pid, signal.SIGKILL)
+
+    def _sign(self, child: Child) -> int | None:
+        try:
+            return self.run_dir.sign_of_life(child.name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, guard: Guard) -> Outcome:
         controller = next((child for child in self.children if child.plan.role == "controller"), None)
         while True:
             if self._signal is not None:
                 return Outcome(128 + self._signal, f"stopped by {self._signal.name}")
             self._poll()
-            if failed := self._failed():
+            self._kill_the_hung()
+            failed = self._failed()
+            if [child for child in failed if not self._again(child)]:
                 return self._failure(failed)
             if controller is not None and controller.process.returncode == 0:
                 return self._linger()
             running = [child for child in self.children if child.process.returncode is None]
-            if controller is None and not running:
+            if controller is None and not running and not failed:
                 return Outcome(0, "every service of this node has ended")
             if controller is not None and (early := self._ended_too_early()):
                 how = f"ended {self.peer_timeout:g} s ago and the run goes on without it"
                 return Outcome(1, f"{early[0].name} {how}", dict.fromkeys((child.name for child in early), how))
+            self._restart(guard)
             self.tick(self.children)
             time.sleep(POLL_SECONDS)
 
@@ -144,9 +248,10 @@ class Supervisor:
         end = self._ended + LINGER_SECONDS
         while time.monotonic() < end and self._signal is None:
             self._poll()
-            if failed := self._failed():
+            # Who was about to be started again is not needed any more.
+            if failed := [child for child in self._failed() if not self._again(child)]:
                 return self._failure(failed)
-            if all(child.process.returncode == 0 for child in self.children):
+            if all(child.process.returncode == 0 or child.again_at is not None for child in self.children):
                 break
             self.tick(self.children)
             time.sleep(POLL_SECONDS)
@@ -190,7 +295,7 @@ class Supervisor:
             if child.process.poll() is None:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
-        sweep(self.mark, {child.process.pid for child in self.children}, term_seconds=1.0)
+        sweep(self.mark, self._sessions, term_seconds=1.0)
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:

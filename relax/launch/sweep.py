@@ -25,14 +25,20 @@ class Process:
     command: str
 
 
+def kill_session(session: int) -> None:
+    """Kills what a dead leader has left in its session, and what that has started, and returns when it is gone."""
+    _end("", {session}, signal.SIGKILL, KILL_SECONDS)
+
+
 def processes_of(mark: str, sessions: Collection[int] = ()) -> list[Process]:
-    """Live processes of the run whose RELAX_RUN_ID is `mark`, this one never among them."""
+    """Live processes of the run whose RELAX_RUN_ID is `mark` (empty: of the sessions alone), this one never among
+    them."""
     everyone = {process.pid: process for process in _all()}
     entry = f"{MARK}={mark}".encode()
     found = {
         pid
         for pid, process in everyone.items()
-        if process.session in sessions or entry in _read(pid, "environ").split(b"\0")
+        if process.session in sessions or (mark and entry in _read(pid, "environ").split(b"\0"))
     }
     while more := {pid for pid, process in everyone.items() if process.parent in found} - found:
         found |= more

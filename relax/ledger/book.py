@@ -141,16 +141,18 @@ class GroupBook:
         return Lease(group, record.attempt, self.lineage, record.fence)
 
     def lost(self, group: int, detail: str = "") -> None:
-        """The lease of a group ends before its result counts; it waits to be issued again with the same attempt."""
-        record = self._expect(group, State.ISSUED, State.SAMPLED, State.SCORED, State.READY)
+        """The lease of a group ends before its result counts; it waits to be issued again with the same attempt. One
+        that waits already loses what was parked of it."""
+        record = self._expect(group, State.PENDING, State.ISSUED, State.SAMPLED, State.SCORED, State.READY)
         self._event(record, "lost", detail)
         record.forget_result()
         self._touch(record)
 
     def parked(self, group: int, oldest: int | None, detail: str = "") -> None:
-        """A replica gave a group back with what it had sampled, `oldest` the oldest version among its tokens; it waits
-        to go on at any replica, with the same attempt."""
-        record = self._expect(group, State.ISSUED)
+        """The lease of a group ends, and what was sampled of it stays, `oldest` the oldest version among its tokens; it
+        waits to go on at any replica, with the same attempt. All of it may have been sampled: then a stage behind lost
+        it."""
+        record = self._expect(group, State.ISSUED, State.SAMPLED, State.SCORED, State.READY)
         self._event(record, "parked", detail)
         record.forget_result()
         record.oldest = oldest
@@ -203,6 +205,9 @@ class GroupBook:
         entry = self._batch(batch)
         entry.started_at = self._clock()
         self._changed_batches[batch] = entry
+
+    def has_started(self, batch: int) -> bool:
+        return self._batch(batch).started_at is not None
 
     def trained(self, batch: int) -> tuple[Lease, ...]:
         """`batch` is trained: its members end. Returns their leases."""

@@ -1,5 +1,7 @@
 """What can go wrong between two services, each with the peer, the message kind and the reason in its text."""
 
+CLOSING = "closed while answering"
+
 
 class ProtocolError(Exception):
     """Base of everything this package raises on purpose."""
@@ -91,11 +93,17 @@ class PeerRefused(ProtocolError):
 
 
 class PeerError(ProtocolError):
-    """The peer's handler of an `ask` raised; `text` is its exception as text. The peer itself lives on."""
+    """The peer's handler of an `ask` raised; `text` is its exception as text. The peer itself lives on, unless it was
+    `closing`."""
 
     def __init__(self, peer: str, kind: str, text: str) -> None:
         super().__init__(f"{peer} failed to answer {kind}: {text}")
         self.peer, self.kind, self.text = peer, kind, text
+
+    @property
+    def closing(self) -> bool:
+        """Whether the peer was at its end, so that its next life has to be asked."""
+        return self.text.endswith(CLOSING)
 
 
 class PayloadGone(ProtocolError, LookupError):

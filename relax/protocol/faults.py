@@ -16,6 +16,12 @@ class Faults:
         self.drop, self.duplicate, self.delay, self.delay_s = drop, duplicate, delay, delay_s
         self.injected = 0
 
+    @classmethod
+    def parse(cls, text: str) -> "Faults":
+        """`seed=3,drop=0.01,delay=0.01,delay_s=0.2`: the arguments by name."""
+        given = dict(part.split("=", 1) for part in text.split(","))
+        return cls(int(given.pop("seed")), **{name: float(value) for name, value in given.items()})
+
     def send(self, frames: list[Any], send: Callable[[list[Any]], bool]) -> bool:
         """Pass `frames` to `send` once, twice, later or never."""
         draw = self._random.random()

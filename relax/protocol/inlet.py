@@ -28,7 +28,7 @@ from relax.protocol.envelope import (
     Peer,
     head,
 )
-from relax.protocol.errors import Refused
+from relax.protocol.errors import CLOSING, Refused
 
 Handler = Callable[[Any, Peer], Awaitable[Any]]
 
@@ -247,7 +247,7 @@ class Inlet:
             reply = await route.handler(message, self.peer)
             frames = self._packed(number, reply)
         except asyncio.CancelledError:
-            frames = self.core.control(ERROR, 0, number, 0, self.link, f"{self.core.me.name} closed while answering")
+            frames = self.core.control(ERROR, 0, number, 0, self.link, f"{self.core.me.name} {CLOSING}")
         except Exception as error:
             log.warning("answer_failed", message_type=answer.kind, asker=str(self.peer), exc_info=error)
             self.core.counters["failed_answers"] += 1

@@ -10,6 +10,7 @@ A mailbox belongs to the event loop that started it.
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -139,15 +140,16 @@ class Mailbox:
         """Deliver a message and return when the peer acknowledged that it accepted it.
 
         Messages to one peer are delivered in the order of the calls; the next need not wait for this one. `deadline` is
-        in seconds from now (default: `bounds.peer_timeout`) and covers both a full window and a silent peer: then
-        PeerSilent is raised. A message that was in the window by then may still arrive later.
+        in seconds from now (default: `bounds.peer_timeout`; inf: until it is acknowledged or the peer forgotten) and
+        covers both a full window and a silent peer: then PeerSilent is raised. A message that was in the window by then
+        may still arrive later.
         Raises EncodeError, PeerRefused, PeerForgotten (after `forget`), MailboxClosed.
         """
         link = self._link(to)
         parcel = link.pack(message)
         link.tell(parcel)
         try:
-            async with asyncio.timeout(self.bounds.peer_timeout if deadline is None else deadline):
+            async with asyncio.timeout(_seconds(self.bounds.peer_timeout if deadline is None else deadline)):
                 await parcel.done
         except TimeoutError:
             raise link.silent(parcel) from None
@@ -172,7 +174,7 @@ class Mailbox:
         link = self._link(to)
         parcel = link.pack(message)
         try:
-            async with asyncio.timeout(deadline), link.ask_room:
+            async with asyncio.timeout(_seconds(deadline)), link.ask_room:
                 number = link.ask(parcel)
                 try:
                     return await parcel.done
@@ -389,6 +391,10 @@ def _make_room(inlets: dict[SenderKey, Inlet], bound: int) -> None:
     # Some at a time: looking through all of them for each new sender would let inventing names cost us more.
     for _, key in idle[: 1 + bound // 8]:
         inlets.pop(key).close()
+
+
+def _seconds(deadline: float) -> float | None:
+    return None if deadline == math.inf else deadline
 
 
 def _endpoint(to: str | Peer) -> str:

@@ -111,7 +111,8 @@ class Shutdown:
 @message
 class GroupOrder:
     """One group to sample. `row` is the dataset's row as JSON; what a sample draws depends on (run seed, epoch,
-    prompt_id, sample index, attempt) alone. `parked` holds what another replica has sampled of it already."""
+    prompt_id, sample index, attempt) alone. `parked` holds what was sampled of it already, or says where that
+    is: all of it, where only a stage behind was lost."""
 
     lease: Lease
     prompt_id: int
@@ -135,10 +136,13 @@ class Sampled:
     lease: Lease
     oldest_version: int
     tokens: int  # response tokens of all samples
+    payload: Payload  # where the tensors are until the group ends: a description, never the arrays
+    reward: str  # incarnation of the reward service that is sent the group; empty while there is none
 
 
 # rollout -> controller, when the replica will not finish a group it holds (it is told to leave). With `payload` the
 # group is parked: the samples so far, to go on at any replica; without, it starts anew. The attempt stays.
+# rollout | reward | advantages -> controller, without `payload`, when the tensors are gone from who produced them.
 @message
 class HandedBack:
     lease: Lease
@@ -173,6 +177,7 @@ class Scored:
 @message
 class RewardDone:
     lease: Lease
+    advantages: str  # incarnation of the service that is sent the group
 
 
 # advantages -> controller, when the group passed the filters and its tensors are here.
@@ -226,10 +231,12 @@ class Holdings:
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-# controller -> advantages, at the commit of a batch; the members' staleness is fixed from here on.
+# controller -> advantages, at the commit of a batch; the members' staleness is fixed from here on. `commit` counts the
+# commits of a run: a batch whose commit was taken back is committed again under another number.
 @message
 class Assemble:
     batch: int
+    commit: int
     leases: tuple[Lease, ...]
 
 
@@ -244,14 +251,30 @@ class Assembled:
 @message
 class TrainBatch:
     batch: int
+    commit: int
     leases: tuple[Lease, ...]
-    payload: Payload  # arrays of TrainTensors
+    payload: Payload  # arrays of TrainTensors, which the trainer fetches as soon as it hears of them
 
 
-# actor -> controller, when it begins batch b: the next batch may be committed.
+# actor -> controller, when it begins batch b, all of which it has: the next batch may be committed.
 @message
 class Started:
     batch: int
+    commit: int
+
+
+# controller -> actor, critic, when advantages died and may not have handed over this batch. Reply: Withdrawn.
+@message
+class Withdraw:
+    batch: int
+    commit: int
+
+
+# actor, critic -> controller, reply to Withdraw. `held`: the batch is here as a whole and will be trained, or is
+# already. Otherwise it is forgotten, and refused should it still come under this commit.
+@message
+class Withdrawn:
+    held: bool
 
 
 # actor, critic -> controller, after the last optimizer step of batch b; when all have reported, v rises to b + 1.

@@ -6,7 +6,8 @@ consumer that died can be replaced by one that pulls again.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ INLINE_LIMIT = 64 * 1024
 STORE_LIMIT = 16 * 2**30
 
 Arrays = dict[str, np.ndarray]
+Ask = Callable[[str, object], Awaitable[Any]]
 
 
 @message
@@ -78,10 +80,14 @@ class PayloadStore:
 
         Putting an id again replaces its arrays. Raises PayloadStoreFull when all that is kept would pass the limit.
         """
-        size = sum(a.nbytes for a in arrays.values())
-        if size <= self._inline_limit:
+        if self._is_small(arrays):
             self.release(payload_id)
             return Payload.inline(arrays, payload_id)
+        return self.keep(payload_id, arrays)
+
+    def keep(self, payload_id: str, arrays: Mapping[str, np.ndarray]) -> Payload:
+        """Like `put`, but kept here however small: who is given the payload has to pull it, now or later."""
+        size = sum(a.nbytes for a in arrays.values())
         held = sum(a.nbytes for a in self._held.get(payload_id, {}).values())
         if self.nbytes - held + size > self._store_limit:
             raise PayloadStoreFull(payload_id, size, self.nbytes - held, self._store_limit)
@@ -89,6 +95,14 @@ class PayloadStore:
         self._held[payload_id] = _read_only(arrays)
         self.nbytes += size
         return Payload(payload_id, _specs(arrays), None, self._mailbox.endpoint)
+
+    def travelling(self, kept: Payload) -> Payload:
+        """A payload that is kept here as it is sent to who needs it at once: inline when it is small."""
+        arrays = self._held[kept.id]
+        return Payload.inline(arrays, kept.id) if self._is_small(arrays) else kept
+
+    def _is_small(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        return sum(a.nbytes for a in arrays.values()) <= self._inline_limit
 
     def release(self, payload_id: str) -> bool:
         """Let the arrays go; whether there were any."""
@@ -98,11 +112,12 @@ class PayloadStore:
         self.nbytes -= sum(a.nbytes for a in arrays.values())
         return True
 
-    async def fetch(self, payload: Payload, deadline: float) -> Arrays:
+    async def fetch(self, payload: Payload, deadline: float = math.inf, ask: Ask | None = None) -> Arrays:
         """The arrays, pulled from their producer when they are not inline; `deadline` in seconds from now.
 
-        Raises PayloadGone when the producer does not hold them (any more), Refused when they are not as described,
-        and what `Mailbox.ask` raises.
+        `ask(endpoint, message)` is how the producer is asked, by default the mailbox within the deadline. Raises
+        PayloadGone when the producer does not hold them (any more), Refused when they are not as described, and what
+        the asking raises.
         """
         if payload.arrays is not None:
             return payload.arrays
@@ -111,7 +126,11 @@ class PayloadStore:
             if held is None:
                 raise PayloadGone(payload.id, payload.producer)
             return held
-        reply = await self._mailbox.ask(payload.producer, FetchPayload(payload.id), deadline)
+        wanted = FetchPayload(payload.id)
+        if ask is not None:
+            reply = await ask(payload.producer, wanted)
+        else:
+            reply = await self._mailbox.ask(payload.producer, wanted, deadline)
         if reply is None:
             raise PayloadGone(payload.id, payload.producer)
         arrays: Arrays = reply.arrays

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from relax.metrics import Metrics
-from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch
+from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started
 from relax.services.actor_work import PUBLICATION, ActorWork
 from relax.services.publishing import Publishing, Staged
 from relax.services.ranks import Leader, Ranks
 from relax.services.service import Context, ServiceError
-from relax.services.trainer import Trainer
+from relax.services.trainer import Taken, Trainer
 from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.manifest import Manifest
 from relax.weights.publication import Publisher
@@ -63,11 +63,9 @@ class Actor(Trainer):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
-        started = time.monotonic()
-        self.report(Started(batch))
-        tensors = await self.tensors(message)
-        fetched = time.monotonic()
+    async def train(self, batch: int, taken: Taken, waited: float) -> None:
+        started, tensors, message = time.monotonic(), taken.tensors, taken.message
+        self.report(Started(batch, message.commit))
         metrics = Metrics()
         if batch >= self.options.num_critic_only_steps:
             metrics.update(await self._ranks.run(self._work.train, tensors.arrays()))
@@ -75,15 +73,15 @@ class Actor(Trainer):
             self._changed = True
         trained = time.monotonic()
         self.version.reach(batch + 1)
-        metrics.sum("perf/trainer_wait_s/batch", waited)
+        metrics.sum("perf/trainer_wait_s/batch", waited - taken.held_up(waited))
         metrics.sum("perf/trainer_wait_s/publication", self._publication_s)
-        metrics.sum("perf/trainer_wait_s/payload", fetched - started)
-        metrics.sum("perf/train_s", trained - fetched)
+        metrics.sum("perf/trainer_wait_s/payload", taken.held_up(waited))
+        metrics.sum("perf/train_s", trained - started)
         metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))
         self.report_trained(batch, metrics)
         groups = [lease.group for lease in message.leases]
-        seconds = round(trained - fetched, 3)
+        seconds = round(trained - started, 3)
         self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=seconds, groups=groups)
         if (batch + 1) % self.options.update_weights_interval == 0:
             await self._offer(batch + 1)

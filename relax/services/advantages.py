@@ -118,9 +118,10 @@ class Advantages(Service):
         # One at a time, so that a filter may keep count; in a thread, so that a slow one holds up no message.
         async with self._filtering:
             truncated, row = sampled.finish == FINISH_LENGTH, json.loads(message.order.row)
-            return await asyncio.to_thread(
-                filters.unwanted, self.options, message.rewards, sampled.response_lens, truncated, row
-            )
+            with self.watchdog.work():
+                return await asyncio.to_thread(
+                    filters.unwanted, self.options, message.rewards, sampled.response_lens, truncated, row
+                )
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:
@@ -171,12 +172,10 @@ class Advantages(Service):
         return self._one_a_token(reply.values, raw.responses.response_lens, payload.id)
 
     async def _ask(self, role: str, message: Any, payload_id: str) -> Any:
-        member = await self.member(role)
+        """It may have to train a batch or load weights first; that it lives is known from its heartbeats, and that it
+        gets on is its own watchdog's care."""
         try:
-            # It may have to train a batch or load weights first, for which it has the stall timeout; that it lives is
-            # known from its heartbeats. The peer timeout on top lets it say itself what it waited for.
-            wait = self.options.stall_timeout + self.options.peer_timeout
-            return await self.mailbox.ask(member.endpoint, message, deadline=wait)
+            return await self.ask_role(role, message)
         finally:
             self.payloads.release(payload_id)
 
@@ -204,19 +203,22 @@ class Advantages(Service):
         metrics = Metrics()
         if self.has_reference:
             await self._settle_reference(b, members, metrics)
-        raw = await asyncio.to_thread(assembly.join, members, self.options)
+        with self.watchdog.work():
+            raw = await asyncio.to_thread(assembly.join, members, self.options)
         assembly.measure(metrics, b, raw)
         values = await self._ask_values(b, raw, metrics) if self.has_critic else None
-        tensors = await asyncio.to_thread(
-            assembly.train_tensors, self.spec, self.options, raw, values, incomplete, metrics
-        )
+        with self.watchdog.work():
+            tensors = await asyncio.to_thread(
+                assembly.train_tensors, self.spec, self.options, raw, values, incomplete, metrics
+            )
         payload = self.payloads.put(f"batch {b}", tensors.arrays())
         # The actor takes one batch ahead of the one it trains, so it has the one before the last by now.
         self.payloads.release(f"batch {b - 2}")
         for role in ("actor", "critic") if self.has_critic else ("actor",):
             member = await self.member(role)
-            self.send(member.endpoint, TrainBatch(b, message.leases, payload))
-        await asyncio.to_thread(write_samples, self.run.samples_dir, b, members, self.tokenizer)
+            self.send(member.endpoint, TrainBatch(b, message.commit, message.leases, payload))
+        with self.watchdog.work():
+            await asyncio.to_thread(write_samples, self.run.samples_dir, b, members, self.tokenizer)
         self.report(Assembled(b, metrics.wire()))
         self.activity = "waiting for groups"
 

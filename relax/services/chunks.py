@@ -11,9 +11,7 @@ def weight_agent(service: Service) -> WeightAgent:
     """The agent of the service's node, which fetches from the actor what the node's store lacks."""
 
     async def fetch(version: int, digest: str) -> np.ndarray | None:
-        actor = await service.member("actor")
-        wait = service.options.peer_timeout
-        reply = await service.mailbox.ask(actor.endpoint, FetchChunk(version, digest), deadline=wait)
+        reply = await service.ask_role("actor", FetchChunk(version, digest))
         assert isinstance(reply, Chunk)
         return reply.data if len(reply.data) else None
 

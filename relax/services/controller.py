@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relax.algorithms.contracts import services_needed
+from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
@@ -42,15 +43,18 @@ from relax.protocol.messages import (
     Started,
     Trained,
     Welcome,
+    Withdraw,
+    Withdrawn,
 )
 from relax.services.control.batches import Batches
+from relax.services.control.deaths import Deaths
 from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
 from relax.services.control.health import trouble
 from relax.services.control.issue import Issue
 from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
-from relax.services.control.registry import ALWAYS_NEEDED, Registry
+from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
 from relax.services.control.replicas import Replicas
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
@@ -60,8 +64,8 @@ CHECK_SECONDS = 0.25
 END_SECONDS = 10.0
 # How long a member may take to hear that the run is over, or that it may go.
 FAREWELL_SECONDS = 1.5
-# A member that was heard so recently is alive: its name is taken.
-ALIVE_SECONDS = 5.0
+# The controller that was held up for so long could hear nobody.
+HELD_UP_SECONDS = 2.0
 
 
 class Controller(Service):
@@ -87,7 +91,8 @@ class Controller(Service):
         self.draws, self.replicas, self.outbox, self.pace = Draws(), Replicas(), Outbox(), Pace()
         draws, replicas, outbox, pace = self.draws, self.replicas, self.outbox, self.pace
         self.issue = Issue(o, gate, book, draws, replicas, pace, outbox)
-        self.groups = Groups(o, gate, book, draws, replicas, pace, outbox, self.of_role)
+        self.groups = Groups(o, gate, book, draws, replicas, pace, outbox, self.of_role, self.registry.lives)
+        self.deaths = Deaths(book, draws, replicas, self.groups)
         self.weights = Weights(o, gate, book, replicas, outbox, self.of_role)
         self.batches = Batches(
             trainers,
@@ -129,8 +134,12 @@ class Controller(Service):
 
     def _report(self, take: Callable[[Any, Any], None]) -> Any:
         async def handle(message: Any, sender: Any) -> None:
-            take(message, sender)
-            self._woken.set()
+            # What a life that has ended still said was decided without it.
+            if self.registry.is_member(sender.name, sender.incarnation):
+                take(message, sender)
+                self._woken.set()
+            else:
+                self.counters["late_reports"] += 1
 
         return handle
 
@@ -174,13 +183,9 @@ class Controller(Service):
     async def on_register(self, message: Register, sender: Any) -> Registered:
         await self._open_for_members.wait()
         member, now = message.member, time.monotonic()
+        self.registry.check(message)
         if (held := self.registry.other_life(member)) is not None:
-            if now - held.heard < ALIVE_SECONDS:
-                raise ServiceError(f"{member.name} runs already on node {held.node or 'local'} (pid {held.pid})")
-            # What it held is lost with it, and nothing takes it up again yet.
-            died = f"{member.name} (pid {held.pid}) died: it was last heard {now - held.heard:.0f} s ago"
-            self.fail(ServiceError(f"{died}, and was started again"))
-            raise ServiceError(f"{died}; the run ends")
+            self._ended_life(held, f"was started again as pid {message.pid}", now)
         self.registry.register(message, now)
         self.log.info("member_joined", member=member.name, role=member.role, node=message.node, pid=message.pid)
         self._members_are(but=member.name)
@@ -188,6 +193,38 @@ class Controller(Service):
             self.weights.announce(self.replicas.joined(member))
         self._woken.set()
         return Registered(self.num_batches, self.registry.members())
+
+    def _ended_life(self, entry: Entry, how: str, now: float) -> None:
+        """A member is one no more: its groups come again, and so may its next life. Raises ServiceError, and ends the
+        run, where it cannot go on."""
+        member = entry.member
+        told = f"{member.name} (pid {entry.pid}) {how}, last seen {entry.activity}"
+        fatal = member.role not in RESTARTED
+        if member.role == "reference" and self.options.ref_update_interval is not None:
+            fatal, told = True, f"{told}; the version that it was refreshed to may be stored no more"
+        if fatal:
+            error = ServiceError(told)
+            self.fail(error)
+            raise error
+        self.log.warning("member_lost", member=member.name, pid=entry.pid, how=how, activity=entry.activity)
+        self.registry.remove(member, now, died=True)
+        self.deaths.died(member)
+        self._members_are()
+        if member.role == "advantages":
+            for asked in self.batches.untrained():
+                self.spawn(self._withdraw(asked), f"withdraw batch {asked.batch}")
+        self._moved = now
+        self._woken.set()
+
+    async def _withdraw(self, asked: Withdraw) -> None:
+        held = {}
+        for role in sorted(self.batches.trainers):
+            trainer = await self.member(role)
+            reply = await self.mailbox.ask(trainer.endpoint, asked, deadline=self.options.peer_timeout)
+            assert isinstance(reply, Withdrawn)
+            held[role] = reply.held
+        self.batches.withdrawn(asked, held)
+        self._woken.set()
 
     def _members_are(self, but: str = "") -> None:
         """Everybody learns who is a member now, except the one `but` who is told otherwise."""
@@ -223,21 +260,30 @@ class Controller(Service):
         except ProtocolError as error:
             self.log.warning("goodbye_not_heard", member=member.name, problem=str(error))
         self.log.info("member_left", member=member.name)
-        self.registry.remove(member)
+        self.registry.remove(member, time.monotonic(), died=False)
         self._members_are()
 
     async def _watch_over(self) -> None:
-        """Silence, missing services and stalls end the run with a name; new prompts and late rows get their turn."""
+        """Who is silent is no member any more; missing services and stalls end the run with a name; new prompts and
+        late rows get their turn."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(CHECK_SECONDS)
+            now, before = time.monotonic(), looked
+            looked = now
+            if now - before > HELD_UP_SECONDS:
+                self.registry.bear_with(now - before)
             if self._finishing:
                 continue
+            while (quiet := self.registry.silent(now, self.options.peer_timeout)) is not None:
+                silence = f"has been silent for {now - quiet.heard:.0f} s"
+                self._ended_life(quiet, f"{silence} (--peer-timeout {self.options.peer_timeout:g})", now)
             if self.replicas.all_leave:
                 raise ServiceError("every rollout replica has left, and the run has batches to sample")
             found = trouble(
                 self.registry,
                 self.options,
-                now=time.monotonic(),
+                now=now,
                 started=self._started_at,
                 moved=self._moved,
                 waits=lambda: str(self.gate.blocked()),

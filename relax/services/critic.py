@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 from relax.metrics import Metrics
-from relax.protocol.messages import TrainBatch, Values, ValuesRequest
+from relax.protocol.messages import Values, ValuesRequest
 from relax.protocol.tensors import Responses
 from relax.services.critic_work import CriticWork
 from relax.services.ranks import Ranks
 from relax.services.service import Context, ServiceError
-from relax.services.trainer import Trainer
+from relax.services.trainer import Taken, Trainer
 
 
 class Critic(Trainer):
@@ -41,7 +41,7 @@ class Critic(Trainer):
         await self._ranks.close(self.clean)
 
     async def on_request(self, message: ValuesRequest, sender: Any) -> Values:
-        arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
+        arrays = await self.fetch(self.payloads, message.payload)
         responses = Responses.from_arrays(arrays, message.payload.id)
         b, limit = message.batch, self.options.stall_timeout
         try:
@@ -55,10 +55,9 @@ class Critic(Trainer):
             raise ServiceError(f"{self.name} has trained batch {b} already and cannot give the values it began with")
         return Values(await self._ranks.run(self._work.values, responses.arrays()))
 
-    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
-        tensors = await self.tensors(message)
+    async def train(self, batch: int, taken: Taken, waited: float) -> None:
         started = time.monotonic()
-        metrics = Metrics(await self._ranks.run(self._work.train, tensors.arrays()))
+        metrics = Metrics(await self._ranks.run(self._work.train, taken.tensors.arrays()))
         self.version.reach(batch + 1)
         seconds = time.monotonic() - started
         metrics.sum("perf/critic_wait_s", waited)

@@ -63,11 +63,12 @@ class Reference(Service):
         await self._ranks.close(self.clean)
 
     async def on_request(self, message: ReferenceRequest, sender: Any) -> ReferenceLogprobs:
-        arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
+        arrays = await self.fetch(self.payloads, message.payload)
         responses = Responses.from_arrays(arrays, message.payload.id)
         await self._reached(message.version)
         self.activity = f"scoring with version {self.version.value}"
-        version, logprobs = await self._ranks.lead(lambda ranks: self._score(ranks, responses))
+        with self.watchdog.work():
+            version, logprobs = await self._ranks.lead(lambda ranks: self._score(ranks, responses))
         self.counters["samples"] += len(responses.response_lens)
         self.activity = "waiting for groups"
         return ReferenceLogprobs(version, logprobs)

@@ -61,7 +61,8 @@ class Reward(Service):
         group = await take_group(self, self.payloads, lease, message.payload)
         if group is None:
             return
-        scores = await self.pool.score(self._items(message.order, group))
+        with self.watchdog.work():
+            scores = await self.pool.score(self._items(message.order, group))
         self.counters["samples"] += len(scores)
         failure = next((s.failure for s in scores if s.failure is not None), None)
         if failure is not None:
@@ -69,8 +70,8 @@ class Reward(Service):
             self.report(Rejected(lease, self.role, f"reward_{failure.kind}", str(failure)))
             return
         rewards = np.array([np.nan if s.value is None else s.value for s in scores], np.float64)
-        self.report(RewardDone(lease))
         advantages = await self.member("advantages")
+        self.report(RewardDone(lease, advantages.incarnation))
         await self.tell(advantages.endpoint, Scored(message.order, message.payload, rewards))
 
     def _items(self, order: GroupOrder, group: SampledGroup) -> list[Item]:

@@ -8,6 +8,9 @@ Updating the weights: the new ones are fetched while the engine goes on, the eng
 What `--partial-rollout` changes is the one step before the pause: without it, admission closes at the announcement and
 the running samples end first, so that no sample holds two versions and a replica under continuous load still gets to
 load; with it, they are paused with the engine and go on under the new weights, their tokens kept.
+
+A group whose samples have all ended may come again, when the stage that had it died: its tensors are pulled from who
+produced them, and it goes straight on to a reward service.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from typing import Any
 from relax.engines.base import BadResult, Request, RequestRefused, Result
 from relax.engines.registry import engine as make_engine
 from relax.logs.setup import adopt
-from relax.protocol.errors import ProtocolError
+from relax.protocol.errors import ProtocolError, Refused
 from relax.protocol.messages import (
     Announce,
     Generate,
@@ -38,6 +41,7 @@ from relax.protocol.payload import Payload, PayloadStore
 from relax.protocol.tensors import TensorError
 from relax.services import sampling
 from relax.services.chunks import weight_agent
+from relax.services.groups import pull_group
 from relax.services.service import Context, Service, ServiceError
 from relax.services.versions import oldest_version
 from relax.weights.errors import NotStored
@@ -72,6 +76,7 @@ class Rollout(Service):
         self.leaving = False
         self.queued: dict[int, Draw] = {}  # group -> its draw, until admission opens
         self.running: dict[int, Draw] = {}  # group -> its draw, in the engine
+        self.pulling: dict[int, GroupOrder] = {}  # group -> its order, until what is parked of it is here
         self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
         self._admission = asyncio.Event()  # set while samples may start
         self._drained = asyncio.Event()  # set while nothing runs
@@ -85,7 +90,8 @@ class Rollout(Service):
 
     async def prepare(self) -> None:
         self.activity = "starting the engine"
-        await self.engine.start()
+        with self.watchdog.work():
+            await self.engine.start()
         adopt("transformers")  # imported by the engine, with a handler of its own
         self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
@@ -93,7 +99,8 @@ class Rollout(Service):
         self._settle()
 
     def holds(self) -> Iterable[Lease]:
-        return [draw.order.lease for held in (self.queued, self.running) for draw in held.values()]
+        drawn = [draw.order.lease for held in (self.queued, self.running) for draw in held.values()]
+        return [*drawn, *(order.lease for order in self.pulling.values())]
 
     async def release(self) -> None:
         await self.engine.shutdown()
@@ -104,14 +111,50 @@ class Rollout(Service):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     async def on_generate(self, message: Generate, sender: Any) -> None:
-        draws = [draw for order in message.orders if (draw := self._begin(order)) is not None]
+        for order in message.orders:
+            self._cancel(order.lease.group, order.lease.fence)
+        elsewhere = [order for order in message.orders if order.parked is not None and order.parked.arrays is None]
+        for order in elsewhere:
+            self.pulling[order.lease.group] = order
+            self.spawn(self._pull(order), f"pull group {order.lease.group}")
+        self._take([order for order in message.orders if order not in elsewhere], message.together)
+
+    def _take(self, orders: Iterable[GroupOrder], together: bool) -> None:
+        """Their arrays are here."""
+        begun = [draw for order in orders if (draw := self._begin(order)) is not None]
+        draws = [draw for draw in begun if draw.requests]
         for draw in draws:
-            self._cancel(draw.order.lease.group, draw.order.lease.fence)
             self.queued[draw.order.lease.group] = draw
+        for draw in begun:
+            if not draw.requests:
+                self.running[draw.order.lease.group] = draw
+                self.spawn(self._pass_on(draw), f"group {draw.order.lease.group}")
         if self.leaving:
             self._hand_back_queued()
-        else:
-            self.spawn(self._sample(draws, message.together), "sample")
+        elif draws:
+            self.spawn(self._sample(draws, together), "sample")
+
+    async def _pull(self, order: GroupOrder) -> None:
+        lease = order.lease
+        assert order.parked is not None
+        with self.working_on(lease):
+            try:
+                arrays = await pull_group(self, self.payloads, lease, order.parked)
+            except Refused as error:
+                self.report(Rejected(lease, self.role, "bad_parked_group", str(error)))
+                arrays = None
+            if self.pulling.get(lease.group) is not order:  # released meanwhile
+                return
+            del self.pulling[lease.group]
+            if arrays is not None:
+                self._take([dataclasses.replace(order, parked=Payload.inline(arrays))], together=False)
+
+    async def _pass_on(self, draw: Draw) -> None:
+        """All of it was sampled before."""
+        if self._runs(draw):
+            self._done(draw)
+            with self.working_on(draw.order.lease):
+                await self._finish(draw.order, draw.samples)
 
     def _begin(self, order: GroupOrder) -> Draw | None:
         try:
@@ -135,6 +178,8 @@ class Rollout(Service):
             return
         for draw in draws:
             draw.futures, futures = futures[: len(draw.requests)], futures[len(draw.requests) :]
+            for future in draw.futures:
+                future.add_done_callback(lambda _: self.watchdog.moved())
             if self._runs(draw):
                 self.spawn(self._collect(draw), f"group {draw.order.lease.group}")
             else:  # released while the engine took it
@@ -143,7 +188,8 @@ class Rollout(Service):
             await self._abort_running()
 
     async def _collect(self, draw: Draw) -> None:
-        results = await asyncio.gather(*draw.futures, return_exceptions=True)
+        with self.watchdog.work():
+            results = await asyncio.gather(*draw.futures, return_exceptions=True)
         if not self._runs(draw):
             return
         if bad := next((r for r in results if isinstance(r, BadResult | RequestRefused)), None):
@@ -171,11 +217,16 @@ class Rollout(Service):
         if (older := self._payload_of.get(lease.group)) is not None:
             self.payloads.release(older[1])
         self._payload_of[lease.group] = (lease.fence, payload_id)
-        payload = self.payloads.put(payload_id, group.arrays())
-        self.report(Sampled(lease, oldest, int(group.response_lens.sum())))
-        reward = await self.member("reward", lease.group)
+        kept = self.payloads.keep(payload_id, group.arrays())
         # What was parked is part of the payload now.
-        await self.tell(reward.endpoint, Score(dataclasses.replace(order, parked=None), payload))
+        score = Score(dataclasses.replace(order, parked=None), self.payloads.travelling(kept))
+        live = self.of_role("reward")
+        reward = live[lease.group % len(live)] if live else None
+        named = "" if reward is None else reward.incarnation
+        self.report(Sampled(lease, oldest, int(group.response_lens.sum()), kept, named))
+        if reward is None:
+            reward = await self.member("reward", lease.group)
+        await self.tell(reward.endpoint, score)
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:
@@ -187,6 +238,9 @@ class Rollout(Service):
 
     def _cancel(self, group: int, fence: int) -> None:
         """End what this replica still draws of a group under this fence or an older one. Nobody waits for it."""
+        order = self.pulling.get(group)
+        if order is not None and order.lease.fence <= fence:
+            del self.pulling[group]
         for held in (self.queued, self.running):
             draw = held.get(group)
             if draw is not None and draw.order.lease.fence <= fence:
@@ -281,14 +335,15 @@ class Rollout(Service):
         version, started = manifest.tag.version, time.monotonic()
         self._loading = True
         self._settle()
-        await self.engine.pause()
-        try:
-            await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
-            self._served = True
-        except NotStored:
+        with self.watchdog.work():
+            await self.engine.pause()
+            try:
+                await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
+                self._served = True
+            except NotStored:
+                await self._go_on()
+                raise
             await self._go_on()
-            raise
-        await self._go_on()
         running = tuple(draw.order.lease for draw in self.running.values())
         self.report(Serving(version, self.options.rollout_credit, running))
         if self.newest is manifest:

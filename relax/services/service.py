@@ -9,12 +9,13 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import math
 import os
 import secrets
 import signal
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,7 +28,8 @@ from relax.launch.process import die_with_parent
 from relax.launch.rundir import PER_SERVICE, RunDir
 from relax.launch.sweep import MARK
 from relax.protocol.core import Bounds
-from relax.protocol.errors import PeerForgotten, ProtocolError
+from relax.protocol.errors import PeerError, PeerForgotten, ProtocolError
+from relax.protocol.faults import Faults
 from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import (
     Heartbeat,
@@ -41,9 +43,17 @@ from relax.protocol.messages import (
     Registered,
     Shutdown,
 )
+from relax.protocol.payload import Arrays, Payload, PayloadStore
 from relax.protocol.security import Security
+from relax.services.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 0.5
+# Faults that the mailbox injects, for tests; see relax.protocol.faults.
+FAULTS = "RELAX_FAULTS"
+# Exit code of a service that did not get on with its work, or whose loop hung.
+STALLED = 75
+# Lives that ended, by endpoint, which are remembered: none of them is asked again.
+GONE = 1024
 # How long a service may take to say its last words, and again to let go of what it holds. The launcher, which promises
 # an end within 10 s, allows for both.
 RELEASE_SECONDS = 2.5
@@ -93,6 +103,8 @@ class Service:
         self._worked_on: set[tuple[Lease, ...]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._members_changed = asyncio.Event()
+        self._gone: deque[str] = deque(maxlen=GONE)
+        self.watchdog = Watchdog(self.options.stall_timeout, self._stalled)
         self._ended: asyncio.Future[int]
 
     # --- what a subclass fills in ------------------------------------------------------------------------------------
@@ -133,6 +145,7 @@ class Service:
             bind=self.bind(),
             bounds=Bounds(peer_timeout=self.options.peer_timeout),
             security=self.context.security,
+            faults=Faults.parse(os.environ[FAULTS]) if FAULTS in os.environ else None,
         )
         code = 1
         try:
@@ -144,6 +157,8 @@ class Service:
             for message, handler in self.handlers().items():
                 self.mailbox.on(message, handler)
             self.spawn(self._live(), "life")
+            self.spawn(self._show_life(), "sign of life")
+            self.watchdog.start()
             code = await self._ended
         except (ProtocolError, ServiceError, OSError) as error:
             self.log.error("service_failed", error=str(error))
@@ -178,8 +193,24 @@ class Service:
             assert isinstance(reply, HeartbeatReceived)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
+    async def _show_life(self) -> None:
+        """The launcher and the watchdog see that the loop runs, whatever the controller does."""
+        sign = self.run.sign_of_life(self.name)
+        while True:
+            self.watchdog.loop_runs()
+            sign.touch()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _stalled(self, problem: str) -> None:
+        """Called by the watchdog's thread: the loop may be what hangs."""
+        self.log.error("service_stalled", error=f"{self.name} {problem}", activity=self.activity)
+        faulthandler.dump_traceback(all_threads=True)
+        self.run.leave()
+        os._exit(STALLED)
+
     async def _close(self, code: int) -> None:
         self.activity, clean = "ending", code == 0
+        self.watchdog.stop()
         self.clean = clean
         # Until the process is gone: threads that the interpreter waits for at its exit are part of the end.
         stuck = threading.Timer(STUCK_SECONDS, self._stuck, (code,))
@@ -219,14 +250,69 @@ class Service:
         return task
 
     def send(self, endpoint: str, message: Any) -> None:
-        """Tell without waiting for the acknowledgement; a peer silent past the peer timeout ends this service."""
+        """Tell without waiting for the acknowledgement; only a silent controller ends this service."""
         self.spawn(self.tell(endpoint, message), f"tell {type(message).__name__}")
 
     async def tell(self, endpoint: str, message: Any) -> None:
-        """Returns when the peer has acknowledged it, or has left the run."""
-        # What was on its way to a member that has left is nobody's failure: the ledger knows what was not delivered.
-        with contextlib.suppress(PeerForgotten):
+        """Returns when the peer has acknowledged it, or is no member any more."""
+        if endpoint == self.context.controller:
             await self.mailbox.tell(endpoint, message, deadline=self.options.peer_timeout)
+        elif endpoint not in self._gone:
+            # What was on its way to a member that is gone is nobody's failure: the ledger knows what did not arrive.
+            # Until it is gone, it is the controller that judges its silence.
+            with contextlib.suppress(PeerForgotten):
+                await self._patiently(self.mailbox.tell(endpoint, message, deadline=math.inf), endpoint, message)
+
+    async def ask(self, endpoint: str, message: Any) -> Any:
+        """The reply of a member, however long it takes. Raises PeerForgotten when it is no member any more, PeerError
+        when its handler fails.
+
+        For what has no state of its own at the peer: it may be asked again of its next life.
+        """
+        if endpoint in self._gone:
+            raise PeerForgotten(endpoint, type(message).__name__)
+        try:
+            return await self._patiently(self.mailbox.ask(endpoint, message, deadline=math.inf), endpoint, message)
+        except PeerError as error:
+            if not error.closing:
+                raise
+            await self._until_gone(endpoint)
+            raise PeerForgotten(endpoint, type(message).__name__) from None
+
+    async def ask_role(self, role: str, message: Any) -> Any:
+        """The reply of the service of this role, of its next life where the one that was asked dies."""
+        while True:
+            member = await self.member(role)
+            try:
+                return await self.ask(member.endpoint, message)
+            except PeerForgotten:
+                self.log.warning("asked_again", role=role, message_type=type(message).__name__)
+
+    async def fetch(self, store: PayloadStore, payload: Payload) -> Arrays:
+        """The arrays of a payload. Raises what `PayloadStore.fetch` does, PeerForgotten when its producer died."""
+        return await store.fetch(payload, ask=self.ask)
+
+    async def _patiently(self, work: Coroutine[Any, Any, Any], endpoint: str, message: Any) -> Any:
+        """What `work` returns; a peer that keeps it waiting is named at every peer timeout. One that this service does
+        not know as a member is given up then: it was one before this service came, or never."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=self.options.peer_timeout))[0]:
+                kind = type(message).__name__
+                self.counters["silent_peers"] += 1
+                self.log.warning("peer_is_silent", peer=self._name_of(endpoint), message_type=kind)
+                if not any(member.endpoint == endpoint for member in self.members.values()):
+                    self._forget(endpoint)
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _until_gone(self, endpoint: str) -> None:
+        while any(member.endpoint == endpoint for member in self.members.values()):
+            await self._members_changed.wait()
+
+    def _name_of(self, endpoint: str) -> str:
+        return next((member.name for member in self.members.values() if member.endpoint == endpoint), endpoint)
 
     @contextlib.contextmanager
     def working_on(self, *leases: Lease) -> Iterator[None]:
@@ -302,11 +388,15 @@ class Service:
     def learn(self, members: tuple[Member, ...]) -> None:
         gone = {m.endpoint for m in self.members.values()} - {m.endpoint for m in members}
         for endpoint in gone:
-            self.mailbox.forget(endpoint)
+            self._forget(endpoint)
         self.members = {m.name: m for m in members}
         self._of_role = {}
         changed, self._members_changed = self._members_changed, asyncio.Event()
         changed.set()
+
+    def _forget(self, endpoint: str) -> None:
+        self._gone.append(endpoint)
+        self.mailbox.forget(endpoint)
 
     async def _on_inventory(self, message: Inventory, sender: Any) -> Holdings:
         return Holdings((*self.holds(), *itertools.chain(*self._worked_on)))

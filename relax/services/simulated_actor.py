@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from relax.metrics import Metrics
-from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started, TrainBatch
+from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started
 from relax.services.publishing import Publishing, Staged
 from relax.services.service import Context
-from relax.services.trainer import Trainer
+from relax.services.trainer import Taken, Trainer
 from relax.weights.manifest import Manifest
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
@@ -31,8 +31,7 @@ class SimulatedActor(Trainer):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._arrived: dict[int, float] = {}  # batch -> when it came; all times are monotonic seconds
-        self._trained_at = 0.0  # planned end of the last batch
+        self._trained_at = 0.0  # planned end of the last batch; all times are monotonic seconds
         self._offered_at: dict[int, float] = {}  # version -> planned moment from which it is published
         self._published_at = 0.0  # planned end of the last publication
 
@@ -52,23 +51,17 @@ class SimulatedActor(Trainer):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    async def on_train_batch(self, message: TrainBatch, sender: Any) -> None:
-        self._arrived[message.batch] = time.monotonic()
-        await super().on_train_batch(message, sender)
-
-    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
-        fetching = time.monotonic()
-        self.report(Started(batch))
-        tensors = await self.tensors(message)
-        fetched = time.monotonic()
-        begun = max(self._arrived.pop(batch), self._trained_at)
+    async def train(self, batch: int, taken: Taken, waited: float) -> None:
+        tensors, message = taken.tensors, taken.message
+        self.report(Started(batch, message.commit))
+        begun = max(taken.arrived, self._trained_at)
         self._trained_at = begun + self.options.sim_train_seconds
         await _until(self._trained_at)
         self.version.reach(batch + 1)
         metrics = Metrics()
-        metrics.sum("perf/trainer_wait_s/batch", waited)
+        metrics.sum("perf/trainer_wait_s/batch", waited - taken.held_up(waited))
         metrics.sum("perf/trainer_wait_s/publication", 0.0)
-        metrics.sum("perf/trainer_wait_s/payload", fetched - fetching)
+        metrics.sum("perf/trainer_wait_s/payload", taken.held_up(waited))
         metrics.sum("perf/train_s", self.options.sim_train_seconds)
         metrics.update(self.publishing.take())
         metrics.sum("perf/response_tokens", int(tensors.response_lens.sum()))

@@ -4,33 +4,57 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from relax.metrics import Metrics
-from relax.protocol.messages import Lease, TrainBatch, Trained
+from relax.protocol.errors import PayloadGone, PeerForgotten
+from relax.protocol.messages import Lease, TrainBatch, Trained, Withdraw, Withdrawn
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
 from relax.services.milestone import Milestone
-from relax.services.service import Context, Service
+from relax.services.service import Context, Service, ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A batch that is here as a whole. `arrived`: monotonic seconds when the trainer heard of it; `fetch_s`: how long
+    its tensors took from then."""
+
+    message: TrainBatch
+    tensors: TrainTensors
+    arrived: float
+    fetch_s: float
+
+    def held_up(self, waited: float) -> float:
+        """How much of the trainer's wait for this batch was for its tensors, in seconds."""
+        return min(waited, self.fetch_s)
 
 
 class Trainer(Service):
     """A service that takes `TrainBatch` from advantages. A subclass trains (`train`) and says when it may begin
-    (`begin`)."""
+    (`begin`).
+
+    A batch is fetched as soon as it is heard of and trained once it is here as a whole, so advantages may die from then
+    on. If it dies before, the controller asks (`Withdraw`) and learns that the batch was forgotten.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.version = Milestone()  # the number of batches that are trained
         # One batch may be committed ahead of the one in training; a third in the queue would break the protocol.
-        self.batches: asyncio.Queue[TrainBatch] = asyncio.Queue(2)
+        self.batches: asyncio.Queue[Taken] = asyncio.Queue(2)
         self.busy = asyncio.Lock()
         self._leases: dict[int, tuple[Lease, ...]] = {}  # batch -> its draws, until the controller knows it is trained
+        self._coming: dict[int, int] = {}  # batch -> commit under which its tensors are being fetched
+        self._here: dict[int, int] = {}  # batch -> commit of those that are here as a whole and not trained yet
+        self._withdrawn = -1  # the newest commit that was withdrawn; they come in order, and so none below is wanted
 
     def handlers(self) -> dict[type, Any]:
         self.payloads = PayloadStore(self.mailbox)
-        return {TrainBatch: self.on_train_batch}
+        return {TrainBatch: self.on_train_batch, Withdraw: self.on_withdraw}
 
-    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
+    async def train(self, batch: int, taken: Taken, waited: float) -> None:
         """Train on one batch, `waited` seconds after the one before, and report it."""
         raise NotImplementedError
 
@@ -42,9 +66,43 @@ class Trainer(Service):
     def holds(self) -> Iterable[Lease]:
         return itertools.chain(*self._leases.values())
 
+    # --- batches that come -------------------------------------------------------------------------------------------
+
     async def on_train_batch(self, message: TrainBatch, sender: Any) -> None:
-        self._leases[message.batch] = message.leases
-        self.batches.put_nowait(message)
+        batch = message.batch
+        if message.commit <= self._withdrawn:
+            self.log.info("batch_refused", batch=batch, commit=message.commit, withdrawn=self._withdrawn)
+            return
+        if len(self._coming) + len(self._here) >= 2:
+            raise ServiceError(f"batch {batch} came while {sorted(self._coming | self._here)} are not trained yet")
+        self._leases[batch], self._coming[batch] = message.leases, message.commit
+        self.spawn(self._take(message), f"batch {batch}")
+
+    async def _take(self, message: TrainBatch) -> None:
+        batch, arrived = message.batch, time.monotonic()
+        try:
+            arrays = await self.fetch(self.payloads, message.payload)
+        except (PayloadGone, PeerForgotten) as gone:
+            # Its sender died; the controller, which knows that too, is about to ask for the batch.
+            self.log.warning("batch_gone", batch=batch, problem=str(gone))
+            return
+        if self._coming.get(batch) != message.commit:
+            return
+        tensors = TrainTensors.from_arrays(arrays, f"batch {batch}")
+        self._here[batch] = self._coming.pop(batch)
+        self.batches.put_nowait(Taken(message, tensors, arrived, time.monotonic() - arrived))
+
+    async def on_withdraw(self, message: Withdraw, sender: Any) -> Withdrawn:
+        batch = message.batch
+        held = self.version.value > batch or self._here.get(batch) == message.commit
+        if not held:
+            self._withdrawn = max(self._withdrawn, message.commit)
+            if self._coming.pop(batch, None) is not None:
+                del self._leases[batch]
+        self.log.info("batch_withdrawn", batch=batch, commit=message.commit, held=held)
+        return Withdrawn(held)
+
+    # --- training ----------------------------------------------------------------------------------------------------
 
     def report_trained(self, batch: int, metrics: Metrics) -> None:
         """The batch's last optimizer step is done."""
@@ -54,17 +112,13 @@ class Trainer(Service):
         await self.tell(self.context.controller, Trained(batch, metrics.wire()))
         del self._leases[batch]
 
-    async def tensors(self, message: TrainBatch) -> TrainTensors:
-        """The arrays of a batch, from advantages and checked."""
-        arrays = await self.payloads.fetch(message.payload, deadline=self.options.peer_timeout)
-        return TrainTensors.from_arrays(arrays, f"batch {message.batch}")
-
     async def _train_batches(self) -> None:
         while True:
             started = time.monotonic()
             self.activity = "waiting for a batch"
-            message = await self.batches.get()
-            waited = time.monotonic() - started
+            taken = await self.batches.get()
+            waited, batch = time.monotonic() - started, taken.message.batch
             async with self.busy:
-                self.activity = f"training batch {message.batch}"
-                await self.train(message.batch, message, waited)
+                self.activity = f"training batch {batch}"
+                await self.train(batch, taken, waited)
+            del self._here[batch]

@@ -152,11 +152,23 @@ def test_a_parked_group_waits_with_its_oldest_version_and_goes_on_under_a_new_le
     assert isinstance(book.advance(again, State.SAMPLED, oldest=3, tokens=7), Accepted)
 
 
-def test_only_what_a_replica_samples_is_parked() -> None:
+def test_a_group_that_was_sampled_is_parked_whatever_stage_had_it_but_not_out_of_a_batch() -> None:
+    book = drawn(2)
+    for group in range(2):
+        make_ready(book, group)
+    book.parked(0, 0)
+    assert (book[0].state, book[0].oldest) == (State.PENDING, 0)
+    book.commit(0, [1])
+    with pytest.raises(LedgerError, match="group 1 is committed"):
+        book.parked(1, 0)
+
+
+def test_a_parked_group_may_lose_what_was_parked_of_it() -> None:
     book = drawn(1)
-    make_ready(book, 0)
-    with pytest.raises(LedgerError, match="group 0 is ready, not issued"):
-        book.parked(0, 0)
+    book.issue(0, "a", 3)
+    book.parked(0, 3)
+    book.lost(0, "a died")
+    assert (book[0].state, book[0].oldest) == (State.PENDING, None)
 
 
 def test_owner_is_told_of_steps_that_a_life_does_not_have() -> None:
@@ -169,7 +181,7 @@ def test_owner_is_told_of_steps_that_a_life_does_not_have() -> None:
     with pytest.raises(LedgerError, match="group 0 is issued, not ready"):
         book.commit(0, [0])
     with pytest.raises(LedgerError, match="group 1 is pending, not issued or sampled or scored or ready"):
-        book.lost(1)
+        book.parked(1, 0)
     with pytest.raises(LedgerError, match="committed is not reported under a lease"):
         book.advance(lease, State.COMMITTED)
     with pytest.raises(LedgerError, match="group 5 is not open"):

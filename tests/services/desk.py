@@ -28,6 +28,7 @@ from relax.protocol.messages import (
     Started,
     Trained,
 )
+from relax.protocol.payload import Payload
 from relax.services.controller import Controller
 from relax.services.service import Context, shared_options
 from relax.weights.manifest import Manifest, WeightTag, set_digest
@@ -65,6 +66,9 @@ class Desk(Controller):
         work.close()
         self.spawned.append(name)
 
+    def _forget(self, endpoint: str) -> None:
+        """There is no mailbox."""
+
     def turn(self, after: float = 0.0) -> None:
         self.now += after
         self._turn(self.now)
@@ -86,8 +90,8 @@ class Desk(Controller):
 
     # --- what others report ------------------------------------------------------------------------------------------
 
-    def register(self, name: str, role: str, incarnation: str = "1") -> Member:
-        member = Member(name, role, f"inproc://{name}", incarnation)
+    def register(self, name: str, role: str, life: int = 1) -> Member:
+        member = Member(name, role, f"inproc://{name}" if life == 1 else f"inproc://{name}.{life}", f"{name}.{life}")
         self.registry.register(Register(member, "", 1, shared_options(self.options)), time.monotonic())
         self.learn(self.registry.members())
         if role == "rollout":
@@ -103,14 +107,17 @@ class Desk(Controller):
 
     def sampled(self, lease: Lease, oldest: int = 0, tokens: int = 5) -> None:
         holder = self.book[lease.group].holder
-        self.groups.sampled(Sampled(lease, oldest, tokens), sender(holder or ""))
+        kept = Payload(f"group {lease.group}.{lease.fence}", {}, None, f"inproc://{holder}")
+        # Incarnations are those of `register`.
+        reward = next((m.incarnation for m in self.of_role("reward")), "")
+        self.groups.sampled(Sampled(lease, oldest, tokens, kept, reward), sender(holder or ""))
 
     def ready(self, lease: Lease, oldest: int = 0, tokens: int = 5) -> None:
         self.sampled(lease, oldest, tokens)
         self.groups.ready(Ready(lease, oldest, tokens), sender("advantages-0"))
 
     def started(self, batch: int) -> None:
-        self.batches.started(Started(batch), sender("actor-0"))
+        self.batches.started(Started(batch, self.batches._commits[batch]), sender("actor-0"))
 
     def trained(self, batch: int, name: str = "actor-0") -> None:
         self.batches.trained(Trained(batch, REPORT), sender(name))
@@ -122,8 +129,8 @@ class Desk(Controller):
         return [(to, message.version) for to, message in self.take(Announce)]
 
 
-def sender(name: str, incarnation: str = "1") -> Any:
-    return SimpleNamespace(name=name, incarnation=incarnation)
+def sender(name: str, life: int = 1) -> Any:
+    return SimpleNamespace(name=name, incarnation=f"{name}.{life}")
 
 
 def desk(tmp_path: Path, *, prompts: int = 1000, rollouts: int = 1, **options: Any) -> Desk:

@@ -1,7 +1,6 @@
 """A run that cannot go on says so: groups that nobody can use, a service that was started twice, goodbyes unheard."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Member, Register, Rejected
 from relax.services.control.draws import STRIKES
 from relax.services.control.groups import FILTERED_BATCHES
-from relax.services.controller import ALIVE_SECONDS
+from relax.services.control.registry import RegistrationError
 from relax.services.service import ServiceError, shared_options
 
 
@@ -70,26 +69,40 @@ def test_prompts_that_are_all_set_aside_end_the_run(tmp_path: Path) -> None:
         it.groups.rejected(last, sender("reward-0"))
 
 
-def register(it: Desk, incarnation: str) -> Any:
-    member = Member("rollout-0", "rollout", f"inproc://{incarnation}", incarnation)
-    return it.on_register(Register(member, "", 7, shared_options(it.options)), None)
+def register(it: Desk, name: str, role: str, life: int) -> Any:
+    """Its mailbox's question, and what came of it."""
+    member = Member(name, role, f"inproc://{name}.{life}", f"{name}.{life}")
 
-
-@pytest.mark.parametrize(
-    ("silent", "told"),
-    [(0.0, "rollout-0 runs already"), (ALIVE_SECONDS + 1, "rollout-0 .* died")],
-    ids=["alive", "dead"],
-)
-def test_a_name_belongs_to_one_process_of_a_run(tmp_path: Path, silent: float, told: str) -> None:
-    it = desk(tmp_path)
-    it.registry.entries["rollout-0"].heard = time.monotonic() - silent
-
-    async def second_life() -> int | None:
+    async def ask() -> int | None:
         it._open_for_members.set()
         it._ended = asyncio.get_running_loop().create_future()
-        with pytest.raises(ServiceError, match=told):
-            await register(it, "2")
-        return it._ended.result() if it._ended.done() else None
+        try:
+            await it.on_register(Register(member, "", 7, shared_options(it.options)), None)
+        finally:
+            it.code = it._ended.result() if it._ended.done() else None
 
-    assert asyncio.run(second_life()) == (None if silent == 0.0 else 1)
-    assert it.registry.entries["rollout-0"].member.incarnation == "1"
+    asyncio.run(ask())
+
+
+def test_a_service_that_is_started_again_takes_the_place_of_its_earlier_life(tmp_path: Path) -> None:
+    it = desk(tmp_path)
+    register(it, "rollout-0", "rollout", 2)
+    assert it.registry.entries["rollout-0"].member.incarnation == "rollout-0.2" and it.code is None
+    assert it.registry.restarts == {"rollout-0": 1}
+    with pytest.raises(RegistrationError, match="was a member and is none any more"):
+        register(it, "rollout-0", "rollout", 1)  # a late message of the life that ended
+    assert it.registry.entries["rollout-0"].member.incarnation == "rollout-0.2"
+
+
+def test_an_actor_that_is_started_again_ends_the_run(tmp_path: Path) -> None:
+    it = desk(tmp_path)
+    with pytest.raises(ServiceError, match=r"actor-0 .* was started again as pid 7"):
+        register(it, "actor-0", "actor", 2)
+    assert it.code == 1 and it.registry.entries["actor-0"].member.incarnation == "actor-0.1"
+
+
+def test_a_reference_that_was_refreshed_cannot_come_back(tmp_path: Path) -> None:
+    chosen = {"use_kl_loss": True, "kl_loss_coef": 0.1, "ref_update_interval": 1, "ref_load": "r"}
+    it = desk(tmp_path, **chosen)
+    with pytest.raises(ServiceError, match=r"reference-0 .* the version that it was refreshed to"):
+        register(it, "reference-0", "reference", 2)

@@ -1,5 +1,6 @@
 """When the trainer's version rises and when a version counts as published."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def test_a_run_waits_for_the_services_that_its_algorithm_needs(
     tmp_path: Path, options: dict[str, Any], needed: set[str]
 ) -> None:
     it = desk(tmp_path, **options)
-    assert it.registry.missing() == []
+    assert it.registry.missing(9.0, 0.0, 5.0) == []
     assert set(it.registry._needed) - {"rollout", "reward", "advantages", "actor"} == needed
     for role in needed:
         del it.registry.entries[f"{role}-0"]
-    assert set(it.registry.missing()) == needed
+    assert set(it.registry.missing(time.monotonic() + 9, time.monotonic(), 5.0)) == needed

@@ -1,6 +1,6 @@
 """The life of a batch: committed, assembled, started, trained; and its row of metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -9,7 +9,7 @@ from relax.gate.gate import Gate
 from relax.gate.verdicts import Batch
 from relax.ledger.book import GroupBook
 from relax.metrics.rows import BatchRows
-from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained
+from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained, Withdraw
 from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
 from relax.services.control.outbox import Outbox
@@ -38,10 +38,12 @@ class Batches:
         outbox: Outbox,
         peers: Callable[[str], list[Member]],
     ) -> None:
-        self._trainers, self._gate, self._book, self._draws = trainers, gate, book, draws
+        self.trainers, self._gate, self._book, self._draws = trainers, gate, book, draws
         self._groups, self._weights, self._registry = groups, weights, registry
         self._rows, self._pace, self._outbox, self._peers = rows, pace, outbox, peers
         self._members: dict[int, tuple[Lease, ...]] = {}  # of the batches that are not trained yet
+        self._commits: dict[int, int] = {}  # batch that is not trained yet -> number of its commit
+        self._last_commit = -1
         self._reports: dict[int, dict[str, Trained]] = {}  # batch -> role -> its report, until all have reported
 
     def commit(self) -> bool:
@@ -54,8 +56,10 @@ class Batches:
         batch = self._gate.commit()
         assert isinstance(batch, Batch)
         leases = self._members[batch.index] = self._book.commit(batch.index, batch.groups)
+        self._last_commit += 1
+        self._commits[batch.index] = self._last_commit
         self._groups.surplus(batch.surplus)
-        self._outbox.say(advantages[0].endpoint, Assemble(batch.index, leases))
+        self._outbox.say(advantages[0].endpoint, Assemble(batch.index, self._last_commit, leases))
         log.info(
             "batch_committed",
             batch=batch.index,
@@ -69,22 +73,55 @@ class Batches:
         self._rows.report(message.batch, "advantages", message.metrics)
 
     def started(self, message: Started, sender: Any) -> None:
+        if self._commits.get(message.batch) != message.commit:
+            raise ServiceError(
+                f"{sender.name} started batch {message.batch} under commit {message.commit}, which is not its present "
+                f"one ({self._commits.get(message.batch)})"
+            )
         self._gate.started(message.batch)
         self._book.started(message.batch)
 
+    # --- when advantages died ----------------------------------------------------------------------------------------
+
+    def untrained(self) -> list[Withdraw]:
+        """What the trainers have to be asked, each of them: do you have this batch as a whole?"""
+        return [Withdraw(batch, commit) for batch, commit in sorted(self._commits.items())]
+
+    def withdrawn(self, asked: Withdraw, held: Mapping[str, bool]) -> None:
+        """What they answered, by role. A batch that none of them has was never handed over: its commit is taken back.
+
+        Raises ServiceError when one of them has it and another has not: it cannot be assembled twice in the same way.
+        """
+        batch = asked.batch
+        if all(held.values()) or self._commits.get(batch) != asked.commit:
+            return
+        if any(held.values()) or self._book.has_started(batch):
+            lacking = " and ".join(sorted(role for role, has in held.items() if not has))
+            raise ServiceError(
+                f"advantages died while it handed over batch {batch}, which the {lacking} lacks and another trainer has"
+            )
+        del self._commits[batch]
+        members = self._members.pop(batch)
+        self._gate.take_back(batch)
+        self._book.take_back(batch)
+        log.warning("commit_taken_back", batch=batch, commit=asked.commit, groups=len(members))
+        for lease in members:
+            self._groups.comes_again(lease.group, f"batch {batch} was lost with advantages")
+
     def trained(self, message: Trained, sender: Any) -> None:
         b, role = message.batch, self._registry.role(sender.name)
-        if role not in self._trainers:
+        if role not in self.trainers:
             raise ServiceError(f"{sender.name} reports that it trained batch {b}, but it is no trainer of this run")
         reports = self._reports.setdefault(b, {})
         reports[role] = message
         self._rows.report(b, role, message.metrics)
-        if reports.keys() == self._trainers:
+        if reports.keys() == self.trainers:
             del self._reports[b]
             self._version_rises(b, reports["actor"])
 
     def _version_rises(self, batch: int, by_actor: Trained) -> None:
         """Every trainer has finished the batch."""
+        del self._commits[batch]
         for lease in self._members.pop(batch):
             record = self._book[lease.group]
             self._pace.trained(record.tokens)
@@ -92,7 +129,11 @@ class Batches:
             self._draws.ended(lease.group)
         self._book.trained(batch)
         self._gate.trained(batch)
-        rollouts = {entry.member.name: entry.counters for entry in self._registry.of_role("rollout")}
+        # By life: the counters of a new one begin at 0.
+        rollouts = {entry.member.incarnation: entry.counters for entry in self._registry.of_role("rollout")}
+        self._pace.counts.last("pipeline/restarts", self._registry.restarts.total())
+        for name, times in self._registry.restarts.items():
+            self._pace.counts.last(f"pipeline/restarts/{name}", times)
         self._pace.counts.last("pipeline/in_flight", self._gate.in_flight)
         self._pace.counts.last("pipeline/free_slots", self._gate.free_slots)
         row = self._pace.row(by_actor.metrics["perf/response_tokens"][1], rollouts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from relax.data import Prompt
+from relax.protocol.messages import Lease
 from relax.protocol.payload import Payload
 
 # After this many rejected draws a prompt is set aside.
@@ -27,13 +28,32 @@ class Stream(Protocol):
 @dataclass(slots=True)
 class Draw:
     """An open group. `lost` means that it holds its slot in the gate and only its replica is gone; `parked` is what was
-    sampled of it until then."""
+    sampled of it until then, to go with its next issue, and `begun` what went with its last.
+
+    Since it was sampled: `payload` says where its tensors are, `oldest` which version is the oldest of them, `stage` is
+    the incarnation of the service that works on it or has it (empty while it is not known). `source` is the replica
+    that keeps the tensors for the draw that goes on from them, and the lease under which it does: it may let go when
+    another replica has them."""
 
     group: int
     prompt: Prompt
     attempt: int = 0
     lost: bool = False
     parked: Payload | None = None
+    begun: Payload | None = None
+    payload: Payload | None = None
+    oldest: int | None = None
+    stage: str = ""
+    source: tuple[str, Lease] | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of it was sampled before, so that only the stages behind have to see it again."""
+        return self.source is not None
+
+    def forget_result(self) -> None:
+        self.begun = self.payload = self.oldest = None
+        self.stage = ""
 
 
 class Draws:
@@ -52,6 +72,10 @@ class Draws:
 
     def __getitem__(self, group: int) -> Draw:
         return self._open[group]
+
+    def open(self) -> list[Draw]:
+        """Every open group, in group order."""
+        return [self._open[group] for group in sorted(self._open)]
 
     @property
     def stream_ended(self) -> bool:
@@ -92,11 +116,13 @@ class Draws:
             self._open[draw.group] = draw
             self._fresh.popleft()
         self._again.discard(draw.group)
-        draw.lost, draw.parked = False, None
+        draw.forget_result()
+        draw.lost, draw.begun, draw.parked = False, draw.parked, None
 
     def lost(self, group: int, parked: Payload | None = None) -> None:
         """The holder of the group is gone; the same draw is issued again, and goes on from what is `parked`."""
         draw = self._open[group]
+        draw.forget_result()
         draw.lost, draw.parked = True, parked
         self._again.add(group)
 
@@ -104,6 +130,7 @@ class Draws:
         """This draw cannot be used. True: the prompt is drawn again. False: it had its attempts and is set aside."""
         draw = self._open[group]
         draw.attempt += 1
+        draw.forget_result()
         draw.lost, draw.parked = False, None
         if draw.attempt >= STRIKES:
             return False

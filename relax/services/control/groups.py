@@ -24,6 +24,7 @@ from relax.protocol.messages import (
     RewardDone,
     Sampled,
 )
+from relax.protocol.payload import Payload
 from relax.services.control.draws import Draws
 from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
@@ -40,7 +41,8 @@ log = structlog.get_logger()
 
 
 class Groups:
-    """`peers` gives the live members of a role. Methods that take a message and its sender are handlers."""
+    """`peers` gives the live members of a role, `lives` says whether an incarnation is one. Methods that take a message
+    and its sender are handlers."""
 
     def __init__(
         self,
@@ -52,9 +54,10 @@ class Groups:
         pace: Pace,
         outbox: Outbox,
         peers: Callable[[str], list[Member]],
+        lives: Callable[[str], bool],
     ) -> None:
         self._options, self._gate, self._book, self._draws = options, gate, book, draws
-        self._replicas, self._pace, self._outbox, self._peers = replicas, pace, outbox, peers
+        self._replicas, self._pace, self._outbox, self._peers, self._lives = replicas, pace, outbox, peers, lives
         timeout = options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._unusable_in_a_row = 0
@@ -64,20 +67,34 @@ class Groups:
     def sampled(self, message: Sampled, sender: Any) -> None:
         lease, oldest = message.lease, message.oldest_version
         outcome = self._book.advance(lease, State.SAMPLED, oldest=oldest, tokens=message.tokens)
+        self._replicas.sampled(sender.name, lease)
         if isinstance(outcome, Accepted):
             self._gate.sampled(lease.group, oldest)
         if isinstance(outcome, Accepted) or outcome.reason is StaleReason.LATE:
-            self._pace.generated(message.tokens)
-        self._replicas.sampled(sender.name, lease)
+            draw = self._draws[lease.group]
+            if not draw.complete:
+                self._pace.generated(message.tokens)
+            draw.payload, draw.oldest = message.payload, oldest
+            self._release_source(lease.group)
+        if isinstance(outcome, Accepted):
+            self._is_with(lease.group, message.reward)
 
     def reward_done(self, message: RewardDone, sender: Any) -> None:
-        self._book.advance(message.lease, State.SCORED, location=sender.name)
+        if isinstance(self._book.advance(message.lease, State.SCORED, location=sender.name), Accepted):
+            self._is_with(message.lease.group, message.advantages)
+
+    def _is_with(self, group: int, incarnation: str) -> None:
+        """The stage that works on the group now. One that took it and died before this was heard has lost it."""
+        self._draws[group].stage = incarnation
+        if incarnation and not self._lives(incarnation):
+            self.comes_again(group, "sent to a service that died")
 
     def ready(self, message: Ready, sender: Any) -> None:
         lease, oldest = message.lease, message.oldest_version
         outcome = self._book.advance(lease, State.READY, oldest=oldest, tokens=message.tokens, location=sender.name)
         if isinstance(outcome, Accepted):
             self._gate.ready(lease.group, oldest)
+            self._draws[lease.group].stage = sender.incarnation
             self._unusable_in_a_row = 0
         elif outcome.reason is not StaleReason.REPEATED:
             # The draw ended while the group was on its way to advantages, which holds its tensors now.
@@ -85,20 +102,82 @@ class Groups:
                 self._outbox.release(member.endpoint, lease)
 
     def handed_back(self, message: HandedBack, sender: Any) -> None:
-        """A replica that leaves gives a group back: parked with its tokens, or lost."""
+        """A replica that leaves gives a group back: parked with its tokens, or lost. A stage that could not get at the
+        tokens gives it back without."""
         lease, oldest = message.lease, message.oldest_version
         self._replicas.ended(sender.name, lease)
         if isinstance(self._book.check(lease), Stale):
             return
-        keep = message.payload is not None and oldest is not None
-        if keep:
-            assert oldest is not None
+        why = f"handed back by {sender.name}"
+        if message.payload is not None and oldest is not None:
             self._gate.sampled(lease.group, oldest)
-            self._book.parked(lease.group, oldest, f"handed back by {sender.name}")
+            self._again(lease.group, message.payload, oldest, why)
         else:
-            self._book.lost(lease.group, f"handed back by {sender.name}")
-        self._gate.unassign(lease.group, keep_tokens=keep)
-        self._draws.lost(lease.group, message.payload if keep else None)
+            self.lost(lease.group, why)
+
+    # --- groups that come again --------------------------------------------------------------------------------------
+
+    def comes_again(self, group: int, why: str) -> None:
+        """The stage that had the group is gone. Its tensors are with the replica that produced them, if that lives and
+        was heard to have them: then the draw goes on from there, at any replica. Otherwise as for `lost`."""
+        draw, record = self._draws[group], self._book[group]
+        if draw.payload is None or record.holder is None:
+            self.lost(group, why)
+            return
+        assert draw.oldest is not None, "it came with the payload"
+        if record.state is not State.READY:
+            self._gate.sampled(group, draw.oldest)  # it may have been heard of after a later stage
+        draw.source = record.holder, self._book.lease(group)
+        for member in self._peers("advantages"):
+            self._outbox.release(member.endpoint, self._book.lease(group))
+        self._again(group, draw.payload, draw.oldest, why)
+
+    def lost(self, group: int, why: str) -> None:
+        """The lease of the group ends and with it what was sampled under it: it is issued anew, with what it began from
+        if that is still there."""
+        draw, record = self._draws[group], self._book[group]
+        begun, source = draw.begun, draw.source
+        held = begun is not None and (begun.arrays is not None or source is not None)
+        # What the group began from is not released with the lease that ends.
+        draw.source = None
+        oldest = record.oldest
+        in_hand = record.state is State.ISSUED
+        self.release(record)
+        draw.source = source
+        if held and in_hand:
+            self._again(group, begun, oldest, why)
+            return
+        self._release_source(group)
+        self._book.lost(group, why)
+        self._gate.unassign(group)
+        self._draws.lost(group)
+
+    def source_died(self, group: int) -> None:
+        """The replica that kept the group's tensors is gone. What was not pulled from it must be sampled anew."""
+        draw = self._draws[group]
+        draw.source = draw.payload = None
+        if draw.begun is not None and draw.begun.arrays is None:
+            draw.begun = None
+        if draw.parked is not None and draw.parked.arrays is None:
+            self._book.lost(group, "its tokens died with their replica")
+            self._gate.unassign(group)
+            self._draws.lost(group)
+
+    def _again(self, group: int, parked: Payload | None, oldest: int | None, why: str) -> None:
+        self._book.parked(group, oldest, why)
+        self._gate.unassign(group, keep_tokens=True)
+        self._draws.lost(group, parked)
+
+    def _release_source(self, group: int) -> None:
+        """Nobody needs what another replica keeps of the group any more."""
+        draw = self._draws[group]
+        if draw.source is None:
+            return
+        (name, lease), draw.source = draw.source, None
+        keeper = self._replicas.get(name)
+        if keeper is not None:
+            self._replicas.ended(name, lease)
+            self._outbox.release(keeper.member.endpoint, lease)
 
     # --- draws that end untrained ------------------------------------------------------------------------------------
 
@@ -124,13 +203,15 @@ class Groups:
             return
         blocked = self._gate.blocked()
         late = [group for group in self._stragglers.overdue(blocked, now) if self._is_sampled_now(group)]
-        coming = sum(self._book[group].state > State.ISSUED for group in blocked.groups)
+        coming = sum(self._book[group].state > State.ISSUED or self._draws[group].complete for group in blocked.groups)
         for group in late[: max(0, blocked.needed - coming)]:
             self._give_up(group, "controller", STRAGGLER, str(blocked))
 
     def _is_sampled_now(self, group: int) -> bool:
-        """A parked group is; one that is to be issued anew has no draw that could be slow."""
-        return self._book[group].state is State.ISSUED or self._draws[group].parked is not None
+        """A parked group is; one that is to be issued anew has no draw that could be slow, nor has one that is
+        sampled to its end and only comes again."""
+        draw = self._draws[group]
+        return not draw.complete and (self._book[group].state is State.ISSUED or draw.parked is not None)
 
     def surplus(self, groups: tuple[int, ...]) -> None:
         """The gate has dropped these with a commit; their prompts come back with their attempt as groups of new ids."""
@@ -183,6 +264,7 @@ class Groups:
 
     def release(self, record: GroupRecord) -> None:
         """Nobody needs this draw's tensors any more, and what is still sampled of it is cancelled."""
+        self._release_source(record.group)
         if record.state is State.PENDING or record.holder is None:
             return
         lease = Lease(record.group, record.attempt, self._book.lineage, record.fence)

@@ -1,4 +1,4 @@
-"""When a run cannot go on: somebody never came, somebody is silent, nothing moves."""
+"""When a run cannot go on: somebody did not come, or not again; nothing moves."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,9 @@ def trouble(
     Times are monotonic seconds: `started` of the controller, `moved` of the last sign of progress. `waits` says what
     the next batch waits for.
     """
-    if (missing := registry.missing()) and now - started > options.startup_timeout:
+    if missing := registry.missing(now, started, options.startup_timeout):
         names = " and no ".join(missing)
         return f"no {names} service has joined within --startup-timeout {options.startup_timeout:g} s"
-    if (quiet := registry.silent(now, options.peer_timeout)) is not None:
-        return (
-            f"{quiet.member.name} has been silent for {now - quiet.heard:.0f} s "
-            f"(--peer-timeout {options.peer_timeout:g}), last seen {quiet.activity}"
-        )
     if now - moved > options.stall_timeout:
         who = "; ".join(f"{entry.member.name} is {entry.activity}" for entry in registry.entries.values())
         return f"nothing has moved for --stall-timeout {options.stall_timeout:g} s: {waits()}; {who}"

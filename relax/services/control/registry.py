@@ -4,11 +4,14 @@ No clock and no message inside: the controller says what time it is and tells th
 """
 
 import json
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from relax.protocol.messages import Member, Register
 
+# So many ended incarnations are remembered: a late word of one must not make it a member again.
+ENDED = 4096
 # No run can move without one of each.
 ALWAYS_NEEDED = ("rollout", "reward", "advantages", "actor")
 
@@ -34,9 +37,15 @@ class Registry:
     def __init__(self, options: dict[str, str], needed: Sequence[str] = ALWAYS_NEEDED) -> None:
         self._options, self._needed = options, needed
         self.entries: dict[str, Entry] = {}
+        self._ended: deque[str] = deque(maxlen=ENDED)  # incarnations that are no members any more
+        self._vacant: dict[str, float] = {}  # role -> since when nobody has it, after somebody had
+        self._names: set[str] = set()  # that somebody has or died with
+        self._incarnations: set[str] = set()  # of all members
+        self.restarts: Counter[str] = Counter()  # by name
 
-    def register(self, message: Register, now: float) -> Entry:
-        """Add or replace a member. Raises RegistrationError when its options are not the run's."""
+    def check(self, message: Register) -> None:
+        """Raises RegistrationError where the service cannot be a member: its options are not the run's, its name is
+        another role's, or this life of it has ended."""
         name = message.member.name
         differing = sorted(
             key
@@ -57,15 +66,45 @@ class Registry:
             raise RegistrationError(
                 f"{name} is a {held.member.role} in this run already, it cannot be a {message.member.role} too"
             )
+        if message.member.incarnation in self._ended:
+            raise RegistrationError(f"{name} ({message.member.incarnation}) was a member and is none any more")
+
+    def register(self, message: Register, now: float) -> Entry:
+        """Add or replace a member. Raises what `check` does."""
+        self.check(message)
+        name = message.member.name
+        if name not in self.entries and name in self._names:
+            self.restarts[name] += 1
+        self._names.add(name)
         entry = Entry(message.member, message.node, message.pid, now)
         self.entries[name] = entry
+        self._incarnations.add(message.member.incarnation)
+        self._vacant.pop(message.member.role, None)
         return entry
 
-    def remove(self, member: Member) -> None:
-        """This life of a service is no member any more."""
+    def remove(self, member: Member, now: float, *, died: bool) -> None:
+        """This life of a service is no member any more, and will not be again."""
         held = self.entries.get(member.name)
         if held is not None and held.member == member:
             del self.entries[member.name]
+            self._ended.append(member.incarnation)
+            self._incarnations.discard(member.incarnation)
+            if not died:
+                self._names.discard(member.name)
+            if not self.of_role(member.role):
+                self._vacant[member.role] = now
+
+    def lives(self, incarnation: str) -> bool:
+        return incarnation in self._incarnations
+
+    def is_member(self, name: str, incarnation: str) -> bool:
+        entry = self.entries.get(name)
+        return entry is not None and entry.member.incarnation == incarnation
+
+    def bear_with(self, seconds: float) -> None:
+        """Nobody could be heard for so long."""
+        for entry in self.entries.values():
+            entry.heard += seconds
 
     def other_life(self, member: Member) -> Entry | None:
         """The entry under this name of another process, alive or dead."""
@@ -91,9 +130,11 @@ class Registry:
     def of_role(self, role: str) -> list[Entry]:
         return sorted((e for e in self.entries.values() if e.member.role == role), key=lambda e: e.member.name)
 
-    def missing(self) -> list[str]:
-        """Roles without which the run cannot move and that nobody has taken yet."""
-        return [role for role in self._needed if not self.of_role(role)]
+    def missing(self, now: float, began: float, patience: float) -> list[str]:
+        """Roles without which the run cannot move and that nobody has had for more than `patience` seconds, `began` the
+        moment from which they could be taken."""
+        vacant = (role for role in self._needed if not self.of_role(role))
+        return [role for role in vacant if now - self._vacant.get(role, began) > patience]
 
     def silent(self, now: float, timeout: float) -> Entry | None:
         """The member that has been silent longest, if it is past `timeout` seconds."""

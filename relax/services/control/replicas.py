@@ -27,13 +27,26 @@ class Replicas:
         self._placement = Placement()
         self._leaving: list[Replica] = []
         self._left = 0
+        self._dead: set[str] = set()  # to be started again
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(sorted(self._by_name.values(), key=lambda r: r.member.name))
 
     def joined(self, member: Member) -> Replica:
         """A new life of a replica: it holds nothing and serves nothing yet."""
+        self._dead.discard(member.name)
         replica = self._by_name[member.name] = Replica(member)
+        return replica
+
+    def died(self, name: str) -> Replica | None:
+        """This life of a replica has ended; returns what it held. None when it had left."""
+        replica = self._by_name.pop(name, None)
+        if replica is None:
+            return None
+        self._dead.add(name)
+        self._placement.gone(name)
+        if replica.leaving:
+            self._leaving.remove(replica)
         return replica
 
     def get(self, name: str | None) -> Replica | None:
@@ -102,8 +115,9 @@ class Replicas:
 
     @property
     def all_leave(self) -> bool:
-        """Whether nobody is left to sample what is still to be sampled."""
-        return bool(self._leaving or self._left) and all(replica.leaving for replica in self._by_name.values())
+        """Whether nobody is left to sample what is still to be sampled, and nobody is about to come back."""
+        left = bool(self._leaving or self._left) and not self._dead
+        return left and all(replica.leaving for replica in self._by_name.values())
 
     def departures(self) -> list[Replica]:
         """Replicas that leave and hold nothing any more; each is named once and forgotten."""

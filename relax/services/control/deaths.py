@@ -1,0 +1,63 @@
+"""What a death means for the groups: which of them come again, and from where.
+
+    died          its groups that are                          come again
+    rollout       being sampled; sampled or scored             anew, or with what they began from
+    reward        sampled, and sent to it or to nobody yet     from the tensors that the rollout keeps
+    advantages    scored and sent to it, ready                 from there
+                  committed, and no trainer has the batch      from there, their commit taken back
+    reference     none: what was asked of it is asked again
+
+Groups that are ready or committed have left their rollout behind: advantages has their tensors. A report that was on
+its way from a life that has ended is not heard; one about it (a group was sent to it) is, see `Groups`.
+"""
+
+import structlog
+
+from relax.ledger.book import GroupBook
+from relax.ledger.states import State
+from relax.protocol.messages import Member
+from relax.services.control.draws import Draws
+from relax.services.control.groups import Groups
+from relax.services.control.replicas import Replicas
+
+log = structlog.get_logger()
+
+
+class Deaths:
+    def __init__(self, book: GroupBook, draws: Draws, replicas: Replicas, groups: Groups) -> None:
+        self._book, self._draws, self._replicas, self._groups = book, draws, replicas, groups
+
+    def died(self, member: Member) -> None:
+        """`member` is in the registry no more."""
+        why = f"{member.name} died"
+        before = {draw.group: self._book[draw.group].state for draw in self._draws.open() if draw.group in self._book}
+        if member.role == "rollout":
+            self._rollout(member, why)
+        elif member.role == "reward":
+            for group in self._book.in_state(State.SAMPLED):
+                if self._draws[group].stage in ("", member.incarnation):
+                    self._groups.comes_again(group, why)
+        elif member.role == "advantages":
+            for group in self._book.in_state(State.SCORED, State.READY):
+                if self._draws[group].stage == member.incarnation:
+                    self._groups.comes_again(group, why)
+        again = sum(
+            self._book[group].state is State.PENDING and state > State.PENDING for group, state in before.items()
+        )
+        log.warning("member_died", member=member.name, incarnation=member.incarnation, groups_again=again)
+
+    def _rollout(self, member: Member, why: str) -> None:
+        replica = self._replicas.died(member.name)
+        if replica is None:
+            return
+        for group, fence in sorted((replica.samples | replica.keeps).items()):
+            if group not in self._book:
+                continue
+            record = self._book[group]
+            if fence != record.fence or record.state is State.PENDING:
+                self._groups.source_died(group)
+            elif record.state in (State.ISSUED, State.SAMPLED, State.SCORED):
+                self._draws[group].payload = None
+                self._groups.lost(group, why)
+            else:
+                self._draws[group].payload = None
