@@ -46,7 +46,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclass(slots=True)
 class Child:
     """A service, through all its lives. `began` are the starts that the budget still counts (monotonic seconds and wall
-    time), with the one before them in front; `again_at` is when the next one begins, None while there is no reason for one.
+    time), with the one before them in front; `again_at` is when the next one begins, None while there is no reason.
     `sign` and `seen` are the last sign of life and when it came; `hung` how long it was silent, once it was killed for
     that. Times without a zone are monotonic seconds."""
 

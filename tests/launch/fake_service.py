@@ -3,6 +3,7 @@
 rows=N       append N rows of metrics          sleep=S      sleep
 exit=N       end with this code                log=TEXT     log an error
 say=TEXT     write to stderr                   stubborn     ignore SIGTERM
+alive=S      touch the sign of life for S seconds
 bare         leave a child without environment, in this session
 away         leave a child in a session of its own
 tell         write what the launcher gave to <run_dir>/<name>.told
@@ -58,6 +59,13 @@ def main() -> None:
             from relax.launch.rundir import RunDir
 
             RunDir.create_or_join(args.run_dir, config=(args.run_dir / "config.yaml").read_text())
+        elif kind == "alive":
+            from relax.launch.rundir import RunDir
+
+            end, sign = time.monotonic() + float(value), RunDir.load(args.run_dir).sign_of_life(args.name)
+            while time.monotonic() < end:
+                sign.touch()
+                time.sleep(0.1)
         elif kind == "say":
             print(value, file=sys.stderr)
         elif kind == "stubborn":

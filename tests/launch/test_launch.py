@@ -152,7 +152,10 @@ def test_services_that_outlive_the_end_are_ended_without_blame(launch: Launch) -
 
 def test_a_service_that_dies_ends_the_run_and_its_error_is_printed_last(launch: Launch) -> None:
     code, _, err = launch.start(
-        rollout_0="log=engine_lost sleep=0.3 exit=3", controller="sleep=1 log=rollout_is_gone sleep=600"
+        "--restart-budget",
+        "0/600",
+        rollout_0="log=engine_lost sleep=0.3 exit=3",
+        controller="sleep=1 log=rollout_is_gone sleep=600",
     ).end()
     assert code == 1
     assert "failed: rollout-0 ended with exit code 3" in err
@@ -171,7 +174,7 @@ def test_the_earliest_error_is_printed_even_when_another_service_died_of_it(laun
 
 
 def test_a_service_that_dies_without_a_log_is_known_by_its_output(launch: Launch) -> None:
-    code, _, err = launch.start(advantages="say=no_module_named_x exit=1").end()
+    code, _, err = launch.start("--restart-budget", "1/600", advantages="say=no_module_named_x exit=1").end()
     assert code == 1 and "failed: advantages ended with exit code 1" in err
     *_, said, last = err.rstrip().splitlines()
     assert said.strip() == "no_module_named_x"
@@ -179,12 +182,78 @@ def test_a_service_that_dies_without_a_log_is_known_by_its_output(launch: Launch
 
 
 def test_a_service_killed_by_a_signal_is_named_with_it(launch: Launch) -> None:
-    launch.start()
+    launch.start("--restart-budget", "0/600")
     launch.wait_until_all_run()
     victim = next(p for p in processes_of(launch.run.run_id) if "reward-0" in p.command)
     os.kill(victim.pid, signal.SIGKILL)
     code, _, err = launch.end()
     assert code == 1 and "reward-0 was killed by SIGKILL" in err
+    assert launch.nothing_is_left()
+
+
+def pid_of(launch: Launch, name: str, but: int = 0) -> int:
+    found = [p.pid for p in processes_of(launch.run.run_id) if f"--name {name} " in f"{p.command} " and p.pid != but]
+    return found[0] if found else 0
+
+
+def test_a_service_that_is_killed_is_started_again_and_nothing_of_it_is_left(launch: Launch) -> None:
+    launch.start(reward_0="say=hello bare sleep=600", controller="sleep=600")
+    launch.wait_until_all_run()
+    launch.wait_for(lambda: len(launch.sleepers()) == 1, "its child")
+    first, (orphan,) = pid_of(launch, "reward-0"), launch.sleepers()
+    os.kill(first, signal.SIGKILL)
+    launch.wait_for(lambda: bool(pid_of(launch, "reward-0", but=first)), "its next life")
+    launch.wait_for(
+        lambda: len(launch.sleepers()) == 1 and launch.sleepers() != [orphan], "the next life's child alone"
+    )
+    launch.send(signal.SIGINT)
+    code, _, err = launch.end()
+    assert code == 130 and "reward-0 was killed by SIGKILL; it is started again" in err
+    assert launch.run.out("reward-0").read_text().count("hello") == 2, "its output is one file"
+    assert launch.nothing_is_left()
+
+
+def test_when_the_budget_is_spent_the_first_of_its_errors_is_told(launch: Launch) -> None:
+    code, _, err = launch.start("--restart-budget", "2/600", rollout_0="log=engine_lost exit=3").end()
+    assert code == 1 and err.count("rollout-0 ended with exit code 3; it is started again") == 2
+    assert "failed: rollout-0 ended with exit code 3" in err
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith("first error of the run: rollout-0") and "engine_lost" in last
+    records = [json.loads(line) for line in launch.run.log("rollout-0").read_text().splitlines()]
+    first = min(record["time"] for record in records if record["level"] == "error")
+    assert f"at {first[11:19]} UTC" in last
+
+
+def test_an_error_that_was_survived_is_not_the_first_of_the_run(launch: Launch) -> None:
+    launch.start("--restart-budget", "9/600", reward_0="log=hiccup sleep=600", actor="sleep=3 log=disk_full exit=1")
+    launch.wait_until_all_run()
+    os.kill(pid_of(launch, "reward-0"), signal.SIGKILL)
+    code, _, err = launch.end()
+    assert code == 1 and "failed: actor ended with exit code 1" in err
+    # The next life of reward-0 logs the same, but after the actor was started and perhaps before it failed.
+    assert "reward-0 was killed by SIGKILL; it is started again" in err
+
+
+def test_a_service_that_gives_no_sign_of_life_is_killed_and_started_again(launch: Launch) -> None:
+    launch.start("--peer-timeout", "1", advantages="alive=600", controller="sleep=600")
+    launch.wait_until_all_run()
+    launch.wait_for(launch.run.sign_of_life("advantages").exists, "its sign of life")
+    first = pid_of(launch, "advantages")
+    os.kill(first, signal.SIGSTOP)
+    launch.wait_for(lambda: bool(pid_of(launch, "advantages", but=first)), "its next life")
+    launch.send(signal.SIGINT)
+    code, _, err = launch.end()
+    assert code == 130 and "advantages gave no sign of life for 1 s and was killed; it is started again" in err
+    assert launch.nothing_is_left()
+
+
+def test_an_actor_that_gives_no_sign_of_life_ends_the_run(launch: Launch) -> None:
+    launch.start("--peer-timeout", "1", actor="alive=600", controller="sleep=600")
+    launch.wait_until_all_run()
+    launch.wait_for(launch.run.sign_of_life("actor").exists, "its sign of life")
+    os.kill(pid_of(launch, "actor"), signal.SIGSTOP)
+    code, _, err = launch.end()
+    assert code == 1 and "failed: actor gave no sign of life for 1 s and was killed" in err
     assert launch.nothing_is_left()
 
 

@@ -101,6 +101,9 @@ class Desk(Controller):
     def serves(self, name: str, version: int, capacity: int = 100, running: tuple[Lease, ...] = ()) -> None:
         self.weights.serving(Serving(version, capacity, running), sender(name))
 
+    def serves_again(self, name: str, life: int, version: int = 0) -> None:
+        self.weights.serving(Serving(version, 100, ()), sender(name, life))
+
     def published(self, version: int) -> None:
         tag = WeightTag("r", 0, version, version, set_digest(()), 0, 0.0)
         self.weights.published(Published(version, Manifest(tag, ()).to_json()), sender("actor-0"))

@@ -50,14 +50,21 @@ class Deaths:
         replica = self._replicas.died(member.name)
         if replica is None:
             return
-        for group, fence in sorted((replica.samples | replica.keeps).items()):
+        # A group may be in both: it keeps the tensors of an earlier lease and takes them from itself for this one.
+        for group, fence in sorted(replica.keeps.items()):
             if group not in self._book:
                 continue
             record = self._book[group]
             if fence != record.fence or record.state is State.PENDING:
                 self._groups.source_died(group)
-            elif record.state in (State.ISSUED, State.SAMPLED, State.SCORED):
-                self._draws[group].payload = None
-                self._groups.lost(group, why)
             else:
-                self._draws[group].payload = None
+                self._left_alone(group, why)
+        for group, fence in sorted(replica.samples.items()):
+            if group in self._book and self._book[group].fence == fence:
+                self._left_alone(group, why)
+
+    def _left_alone(self, group: int, why: str) -> None:
+        """The replica that produced the group, or was about to, is gone."""
+        self._draws[group].payload = None
+        if self._book[group].state in (State.ISSUED, State.SAMPLED, State.SCORED):
+            self._groups.lost(group, why)
