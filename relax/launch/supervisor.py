@@ -37,6 +37,8 @@ LEAST_STOP_SECONDS = 1.0
 # How long after its death a service is started again, twice as long after each, and at most.
 BACKOFF_SECONDS = 0.2
 LONGEST_BACKOFF_SECONDS = 10.0
+# A service that is ending has bounds of its own within this.
+ENDING_SECONDS = 15.0
 # After so long between two looks it is the launcher that was held up.
 HELD_UP_SECONDS = 2.0
 NO_RESTARTS = RestartBudget(0, 1.0)
@@ -47,8 +49,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Child:
     """A service, through all its lives. `began` are the starts that the budget still counts (monotonic seconds and wall
     time), with the one before them in front; `again_at` is when the next one begins, None while there is no reason.
-    `sign` and `seen` are the last sign of life and when it came; `hung` how long it was silent, once it was killed for
-    that. Times without a zone are monotonic seconds."""
+    `sign` and `seen` are the last sign of life and when it changed, `shown` whether there was any, `hung` how long it
+    was silent, once it was killed for that. Times without a zone are monotonic seconds."""
 
     plan: ProcessPlan
     process: subprocess.Popen[bytes]
@@ -57,6 +59,7 @@ class Child:
     restarts: int = 0
     again_at: float | None = None
     sign: int | None = None
+    shown: bool = False
     seen: float = 0.0
     hung: float | None = None
 
@@ -192,6 +195,7 @@ class Supervisor:
             self.run_dir.sign_of_life(child.name).unlink(missing_ok=True)
             child.process = self._start(child.plan, guard)
             child.ended_at = child.again_at = child.sign = child.hung = None
+            child.shown = False
             child.restarts += 1
             self._begins(child)
 
@@ -205,10 +209,12 @@ class Supervisor:
             if now - before > HELD_UP_SECONDS:
                 child.seen += now - before  # we could see nobody
             sign = self._sign(child)
-            if sign is not None and sign != child.sign:
-                child.sign, child.seen = sign, now
+            if sign != child.sign:
+                child.sign, child.seen, child.shown = sign, now, True
+            # It takes its sign away when it is ending.
+            without = ENDING_SECONDS if child.shown else self.startup_timeout
             silent = now - child.seen
-            if silent > (self.startup_timeout if child.sign is None else self.peer_timeout):
+            if silent > (self.peer_timeout if sign is not None else without):
                 child.hung = silent
                 os.killpg(child.process.pid, signal.SIGKILL)
 

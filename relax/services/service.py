@@ -196,10 +196,13 @@ class Service:
     async def _show_life(self) -> None:
         """The launcher and the watchdog see that the loop runs, whatever the controller does."""
         sign = self.run.sign_of_life(self.name)
-        while True:
-            self.watchdog.loop_runs()
-            sign.touch()
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+        try:
+            while True:
+                self.watchdog.loop_runs()
+                sign.touch()
+                await asyncio.sleep(HEARTBEAT_SECONDS)
+        finally:
+            sign.unlink(missing_ok=True)  # from here on the end has its own bound
 
     def _stalled(self, problem: str) -> None:
         """Called by the watchdog's thread: the loop may be what hangs."""

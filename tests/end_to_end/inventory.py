@@ -138,8 +138,9 @@ class Observer:
 
 
 def endpoint(directory: Path, service: str) -> str:
-    """Where a service listens; empty while it is not ready."""
-    return next((r["endpoint"] for r in records(directory, service) if r["event"] == "service_ready"), "")
+    """Where the present life of a service listens; empty while none was ready."""
+    ready = [r["endpoint"] for r in records(directory, service) if r["event"] == "service_ready"]
+    return ready[-1] if ready else ""
 
 
 def trained_by_the_actor(directory: Path) -> dict[int, int]:

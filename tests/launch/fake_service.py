@@ -3,6 +3,7 @@
 rows=N       append N rows of metrics          sleep=S      sleep
 exit=N       end with this code                log=TEXT     log an error
 say=TEXT     write to stderr                   stubborn     ignore SIGTERM
+once         leave out the next word, except in the first life
 alive=S      touch the sign of life for S seconds
 bare         leave a child without environment, in this session
 away         leave a child in a session of its own
@@ -32,9 +33,16 @@ def main() -> None:
     log = args.run_dir / "logs" / f"{args.name}.jsonl"
     log.touch()
     script = os.environ.get(f"FAKE_{args.name.upper().replace('-', '_')}", "sleep=600")
+    skip = False
     for word in script.split():
         kind, _, value = word.partition("=")
-        if kind == "rows":
+        if skip:
+            skip = False
+        elif kind == "once":
+            mark = args.run_dir / f"{args.name}.once"
+            skip = mark.exists()
+            mark.touch()
+        elif kind == "rows":
             for batch in range(int(value)):
                 row = {
                     "step": batch + 1,

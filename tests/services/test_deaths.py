@@ -1,4 +1,4 @@
-"""A death at each state of a group and of a batch: what comes again, from where, and that nothing is lost or doubled."""
+"""A death at each state of a group and of a batch: what comes again and from where, nothing lost and nothing twice."""
 
 from pathlib import Path
 from typing import Any
