@@ -104,3 +104,21 @@ def test_a_producer_that_is_gone_is_silent_at_the_deadline(sockets):
 def test_an_inline_payload_needs_no_store():
     payload = Payload.inline(arrays(3))
     assert payload.arrays is not None and same(over_the_wire(payload).arrays, arrays(3))
+
+
+@pytest.mark.parametrize(("n", "inline"), [(10, True), (100_000, False)])
+def test_what_is_kept_can_be_pulled_later_however_small_and_travels_inline_when_small(bind, n, inline):
+    async def work():
+        a, b = mailbox("a", bind("a")), mailbox("b", bind("b"))
+        async with opened(a, b):
+            producer, consumer = PayloadStore(a), PayloadStore(b)
+            kept = producer.keep("g1", arrays(n))
+            assert kept.arrays is None and producer.nbytes == n * 12
+            assert (producer.travelling(kept).arrays is not None) is inline
+            for store in (producer, consumer):
+                assert same(await store.fetch(over_the_wire(kept), 10.0), arrays(n))
+            producer.release("g1")
+            with pytest.raises(PayloadGone):
+                await consumer.fetch(kept, 10.0)
+
+    run(work())
