@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -295,20 +295,25 @@ class Service:
         """The arrays of a payload. Raises what `PayloadStore.fetch` does, PeerForgotten when its producer died."""
         return await store.fetch(payload, ask=self.ask)
 
-    async def _patiently(self, work: Coroutine[Any, Any, Any], endpoint: str, message: Any) -> Any:
+    async def _patiently(self, work: Awaitable[Any], endpoint: str, message: Any) -> Any:
         """What `work` returns; a peer that keeps it waiting is named at every peer timeout. One that this service does
         not know as a member is given up then: it was one before this service came, or never."""
-        task = asyncio.ensure_future(work)
+        loop, patience = asyncio.get_running_loop(), self.options.peer_timeout
+
+        def silent() -> None:
+            nonlocal timer
+            timer = loop.call_later(patience, silent)
+            self.counters["silent_peers"] += 1
+            kind = type(message).__name__
+            self.log.warning("peer_is_silent", peer=self._name_of(endpoint), message_type=kind)
+            if not any(member.endpoint == endpoint for member in self.members.values()):
+                self._forget(endpoint)
+
+        timer = loop.call_later(patience, silent)
         try:
-            while not (await asyncio.wait({task}, timeout=self.options.peer_timeout))[0]:
-                kind = type(message).__name__
-                self.counters["silent_peers"] += 1
-                self.log.warning("peer_is_silent", peer=self._name_of(endpoint), message_type=kind)
-                if not any(member.endpoint == endpoint for member in self.members.values()):
-                    self._forget(endpoint)
-            return task.result()
+            return await work
         finally:
-            task.cancel()
+            timer.cancel()
 
     async def _until_gone(self, endpoint: str) -> None:
         while any(member.endpoint == endpoint for member in self.members.values()):
