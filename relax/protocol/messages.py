@@ -83,6 +83,7 @@ class Members:
 
 
 # service -> controller, every heartbeat interval. `counters` only grow: seconds waited by reason, tokens generated, ...
+# `gauges` are as they were measured last: `rss_bytes`, the resident memory of the service and its children.
 # Reply: HeartbeatReceived.
 @message
 class Heartbeat:
@@ -90,6 +91,7 @@ class Heartbeat:
     incarnation: str
     activity: str
     counters: dict[str, float]
+    gauges: dict[str, float]
 
 
 # controller -> service, reply to Heartbeat.

@@ -101,6 +101,7 @@ class Controller(Service):
             pace,
             outbox,
             self.of_role,
+            self.resident_bytes,
         )
         self._stream_end_told = False
         self._finishing = False
@@ -200,14 +201,16 @@ class Controller(Service):
     async def on_heartbeat(self, message: Heartbeat, sender: Any) -> HeartbeatReceived:
         entry = self.registry.entries.get(message.name)
         before = entry and (entry.activity, entry.counters)
-        known = self.registry.beat(
-            message.name, message.incarnation, message.activity, message.counters, time.monotonic()
-        )
-        if not known:
+        if not self.registry.beat(message, time.monotonic()):
             raise ServiceError(f"{message.name} ({message.incarnation}) is not a member of this run")
         if before != (message.activity, message.counters):
             self._moved = time.monotonic()
         return HeartbeatReceived()
+
+    def resident_bytes(self) -> dict[str, float]:
+        """What every service weighed when it was measured last, by name."""
+        gauges = {self.name: self.gauges, **{e.member.name: e.gauges for e in self.registry.entries.values()}}
+        return {name: of["rss_bytes"] for name, of in gauges.items() if "rss_bytes" in of}
 
     def leaving(self, message: Leaving, sender: Any) -> None:
         replica = self.replicas.get(sender.name)

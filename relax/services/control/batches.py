@@ -1,6 +1,6 @@
 """The life of a batch: committed, assembled, started, trained; and its row of metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -37,10 +37,12 @@ class Batches:
         pace: Pace,
         outbox: Outbox,
         peers: Callable[[str], list[Member]],
+        resident_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
         self._trainers, self._gate, self._book, self._draws = trainers, gate, book, draws
         self._groups, self._weights, self._registry = groups, weights, registry
         self._rows, self._pace, self._outbox, self._peers = rows, pace, outbox, peers
+        self._resident_bytes = resident_bytes
         self._members: dict[int, tuple[Lease, ...]] = {}  # of the batches that are not trained yet
         self._reports: dict[int, dict[str, Trained]] = {}  # batch -> role -> its report, until all have reported
 
@@ -95,6 +97,8 @@ class Batches:
         rollouts = {entry.member.name: entry.counters for entry in self._registry.of_role("rollout")}
         self._pace.counts.last("pipeline/in_flight", self._gate.in_flight)
         self._pace.counts.last("pipeline/free_slots", self._gate.free_slots)
+        for service, resident in self._resident_bytes().items():
+            self._pace.counts.last(f"memory/{service}/rss_mb", resident / 1e6)
         row = self._pace.row(by_actor.metrics["perf/response_tokens"][1], rollouts)
         self._rows.report(batch, "controller", row)
         self._weights.version_rose()
