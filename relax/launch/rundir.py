@@ -2,7 +2,7 @@
 
 Layout (relax never writes outside these three):
 
-    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
+    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -64,6 +64,11 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def status(self) -> Path:
+        """What the controller alone knows, about once a second."""
+        return self.path / "status.json"
 
     @property
     def logs_dir(self) -> Path:
@@ -157,7 +162,7 @@ class RunDir:
 
     @classmethod
     def load(cls, path: Path) -> "RunDir":
-        """Looks at a run without taking part. Raises ConfigError when there is none at `path`."""
+        """Looks at a run without taking part. Raises ConfigError when there is none at `path`, or a damaged one."""
         record = path / "runtime.json"
         if not record.is_file():
             raise ConfigError(
@@ -167,8 +172,13 @@ class RunDir:
                     )
                 ]
             )
-        facts = json.loads(record.read_text())
-        return cls(path.absolute(), facts["run_id"], Path(facts["runtime_dir"]), Path(facts["shm_dir"]))
+        try:
+            facts = json.loads(record.read_bytes())
+            run_id, runtime_dir, shm_dir = (str(facts[name]) for name in ("run_id", "runtime_dir", "shm_dir"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"is a damaged run directory: {record.name} cannot be read ({type(error).__name__}: {error})"
+            raise ConfigError([Violation("--run-dir", str(path), problem, "Name another one.")]) from None
+        return cls(path.absolute(), run_id, Path(runtime_dir), Path(shm_dir))
 
     def leave(self, deadline: float = 2.0) -> bool:
         """Ends this process's part in the run; the last one on the host removes sockets and shared memory.

@@ -6,6 +6,8 @@ happen now: issue what the gate lets be issued, commit the batch it lets be comm
 """
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -52,8 +54,10 @@ from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
 from relax.services.control.registry import ALWAYS_NEEDED, Registry
 from relax.services.control.replicas import Replicas
+from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
+from relax.status.snapshot import Seen, Snapshot
 
 CHECK_SECONDS = 0.25
 # How long the rows of a finished run wait for a contributor.
@@ -103,6 +107,11 @@ class Controller(Service):
             self.of_role,
             self.resident_bytes,
         )
+        now = time.time()
+        me = Seen(
+            self.name, self.role, context.node, os.getpid(), self.incarnation, True, now, now, self.activity, None
+        )
+        self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me)
         self._stream_end_told = False
         self._finishing = False
         self._started_at = self._moved = time.monotonic()
@@ -148,6 +157,7 @@ class Controller(Service):
         self._open_for_members.set()
         self.spawn(self._turns(), "turns")
         self.spawn(self._watch_over(), "watch")
+        self.spawn(self._tell_status(), "status")
 
     def _open_stream(self) -> PromptStream:
         o = self.options
@@ -164,6 +174,7 @@ class Controller(Service):
         if self._open_for_members.is_set():
             self.rows.close_due(everything=True)
             self.book.save(self.ledger)
+            self.status.write(self._status(code=self.exit_code))
             await asyncio.to_thread(self.ledger.close)
             await asyncio.to_thread(self.stream.close)
 
@@ -248,6 +259,24 @@ class Controller(Service):
             if found is not None:
                 raise ServiceError(found)
             self._woken.set()
+
+    async def _tell_status(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.to_thread(self.status.write, self._status(code=None))
+            await asyncio.sleep(max(STATUS_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
+
+    def _status(self, code: int | None) -> Snapshot:
+        return self.status.gather(
+            self.gate,
+            self.registry,
+            self.replicas,
+            activity=self.activity,
+            code=code,
+            moved=self._moved,
+            batches=self.num_batches,
+            rss_bytes=self.gauges.get("rss_bytes"),
+        )
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 

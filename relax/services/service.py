@@ -277,6 +277,11 @@ class Service:
         finally:
             self.counters[f"wait/{reason}"] += time.monotonic() - start
 
+    @property
+    def exit_code(self) -> int:
+        """What was decided; a service that was not told to end has failed."""
+        return self._ended.result() if self._ended.done() else 1
+
     def end(self, code: int = 0) -> None:
         if not self._ended.done():
             self._ended.set_result(code)

@@ -133,6 +133,14 @@ def test_a_directory_without_a_run_cannot_be_loaded(tmp_path: Path) -> None:
         RunDir.load(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "r"}', "\xff"])
+def test_a_damaged_run_directory_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "runtime.json").write_bytes(text.encode("latin-1"))
+    for enter in (RunDir.load, RunDir.create, RunDir.create_or_join):
+        with pytest.raises(ConfigError, match=r"damaged run directory: runtime\.json cannot be read"):
+            enter(tmp_path)
+
+
 def no_place(folder: Path) -> list[tuple[Path, str]]:
     """Directories that cannot be made, and what is said of them."""
     (folder / "file").touch()
