@@ -14,8 +14,8 @@ import simpy
 
 from relax.gate import Batch, Gate
 from relax.gate.placement import Placement
-from relax.gate.stragglers import Stragglers
-from relax.planner.draws import STRIKES, Draws, Lengths
+from relax.gate.stragglers import STRIKES, Stragglers
+from relax.planner.draws import Draws, Lengths
 from relax.planner.prediction import Prediction
 from relax.planner.setting import Setting
 from relax.planner.slots import Run, Slots
@@ -130,43 +130,55 @@ class Pipeline:
     # --- controller --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Everything that may happen now, happens now."""
+        """Everything that may happen now, happens now, in the order in which the controller does it."""
         if not self._stream_end_told and self.draws.stream_ended:
             self._stream_end_told = True
             self.gate.end(to_come=self.draws.waiting)
-        self._issue()
-        self._commit()
         if self._stragglers is not None:
             if self._env.now >= self._next_look:
                 self._look(self._stragglers)
             else:
                 self._look_later()
+        self._commit()
+        self._issue()
 
     def _look(self, stragglers: Stragglers) -> None:
         """Drop what has blocked a commit for too long. To ask costs as much as there are open groups, so it is asked
         often within a timeout and not at every event."""
+        if self.gate.can_commit():
+            return
         blocked = self.gate.blocked()
         overdue = stragglers.overdue(blocked, self._env.now)
         pause = stragglers.timeout / LOOKS
         self._next_look = self._env.now + pause
         if blocked.groups and pause > 0:
             self._look_later()
-        if overdue:
-            # As many as it takes, the least advanced first.
-            late = sorted(overdue, key=lambda group: group not in self._held[self._open[group].holder])
-            for group in late[: blocked.needed]:
-                draw = self._open[group].draw
-                again = draw.attempt + 1 < STRIKES
-                self.gate.drop(group, again=again)
-                self._cancel((group,), "straggler" if again else "set_aside")
-                if again:
-                    self.draws.again(draw)
-                else:
-                    self._unusable_in_a_row += 1
-            if self._unusable_in_a_row >= self.setting.batch_size:
-                told = f"{self._unusable_in_a_row} prompts in a row were too slow for --straggler-timeout"
-                raise UnusableError(f"{told} {stragglers.timeout:g} three times each")
-            self._turn()
+        # Only what is still to be sampled can be a straggler: the way from there is no longer for another draw.
+        late = [group for group in overdue if self._is_sampled_now(group)]
+        coming = sum(not self._is_sampled_now(group) for group in blocked.groups)
+        if late := late[: max(0, blocked.needed - coming)]:
+            self._give_up(late)
+
+    def _is_sampled_now(self, group: int) -> bool:
+        return group in self._held[self._open[group].holder]
+
+    def _give_up(self, groups: Iterable[int]) -> None:
+        """These draws end; their prompts are drawn again, or leave the run where that happened too often."""
+        reasons = {}
+        for group in groups:
+            draw = self._open[group].draw
+            again = draw.attempt + 1 < STRIKES
+            self.gate.drop(group, again=again)
+            if again:
+                self.draws.again(draw)
+            else:
+                self._unusable_in_a_row += 1
+            reasons[group] = "straggler" if again else "set_aside"
+        if self._unusable_in_a_row >= self.setting.batch_size:
+            told = f"{self._unusable_in_a_row} prompts in a row were too slow for --straggler-timeout"
+            raise UnusableError(f"{told} {self.setting.straggler_timeout:g} three times each")
+        # Last: a replica that becomes free by it may report at once, and the next turn begins.
+        self._cancel(reasons)
 
     def _look_later(self) -> None:
         if not self._will_look:
@@ -213,17 +225,17 @@ class Pipeline:
         assert isinstance(batch, Batch)
         if batch.surplus:
             self.draws.give_back([self._open[group].draw for group in batch.surplus])
-            self._cancel(batch.surplus, "surplus")
+            self._cancel(dict.fromkeys(batch.surplus, "surplus"))
         # To advantages, which assembles it, and on to the actor.
         self._after(2 * self.setting.hop_seconds, self._hand_over, batch)
 
     def _hand_over(self, batch: Batch) -> None:
         self._to_train.put(batch)
 
-    def _cancel(self, groups: Iterable[int], reason: str) -> None:
-        """These draws are dropped; what still runs of them ends when their replicas hear of it."""
+    def _cancel(self, reasons: dict[int, str]) -> None:
+        """These groups are dropped, each for its reason; what runs of them ends when their replicas hear of it."""
         at: dict[str, set[int]] = {}
-        for group in groups:
+        for group, reason in reasons.items():
             run = self._open.pop(group)
             run.cancelled = True
             self.dropped[reason] += 1

@@ -2,8 +2,9 @@
 
 from desk import Prompts
 
+from relax.gate.stragglers import STRIKES
 from relax.protocol.payload import Payload
-from relax.services.control.draws import STRIKES, Draws
+from relax.services.control.draws import Draws
 
 
 def draws(prompts: int) -> Draws:

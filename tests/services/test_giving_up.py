@@ -9,9 +9,9 @@ import pytest
 from desk import Desk, desk, sender
 from structlog.testing import capture_logs
 
+from relax.gate.stragglers import STRIKES
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Member, Register, Rejected
-from relax.services.control.draws import STRIKES
 from relax.services.control.groups import FILTERED_BATCHES
 from relax.services.controller import ALIVE_SECONDS
 from relax.services.service import ServiceError, shared_options

@@ -8,10 +8,10 @@ import pytest
 from desk import Desk, desk, sender
 from structlog.testing import capture_logs
 
+from relax.gate.stragglers import STRIKES
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Generate, HandedBack, Lease, Leaving, Ready, Rejected, Shutdown
 from relax.protocol.payload import Payload
-from relax.services.control.draws import STRIKES
 
 TOKENS = Payload.inline({"response_tokens": np.arange(3, dtype=np.int32)})
 ASYNC: dict[str, Any] = {"max_staleness": 1, "rollout_lead": 1, "use_tis": True}

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from relax.data import Prompt
+from relax.gate.stragglers import STRIKES
 from relax.protocol.payload import Payload
-
-# After this many rejected draws a prompt is set aside.
-STRIKES = 3
 
 
 class Stream(Protocol):
