@@ -23,7 +23,7 @@ import structlog
 
 from relax.checkpoints import durable
 from relax.checkpoints.errors import CheckpointError, NoRoomError
-from relax.checkpoints.parts import Part, verify
+from relax.checkpoints.parts import LIST, File, PartError, digest_of, read_list, verify, write_list
 
 SCHEMA_VERSION = 1
 MARKER = "complete.json"
@@ -32,6 +32,15 @@ MARGIN = 1.1
 _PARTIAL, _DISCARDED = "partial", "discarded"
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one service wrote: `size` in bytes of all its files, `digest` of their list."""
+
+    files: int
+    size: int
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +71,22 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """A checkpoint in the making: each service writes its part into `part(name)` and lists it in its parts.json."""
+    """A checkpoint in the making: each service writes its part into `part(name)` and closes it with the list of
+    its files (`relax.checkpoints.parts`)."""
 
     batch: int
     path: Path
 
     def part(self, name: str) -> Path:
         return self.path / name
+
+    def close_part(self, name: str) -> None:
+        """Lists all files of a part that this process has written, for a service without a list of its own."""
+        part = self.part(name)
+        files = [path for path in part.iterdir() if path.name != LIST]
+        for path in files:
+            durable.sync(path)
+        write_list(part, {path.name: File(path.stat().st_size, digest_of(path)) for path in files})
 
 
 class CheckpointDirectory:
@@ -110,7 +128,7 @@ class CheckpointDirectory:
         then does not count and the others are as they were.
         """
         try:
-            verified = {name: verify(writing.part(name)) for name in parts}
+            verified = {name: _verified(writing.part(name)) for name in parts}
             durable.sync_tree(writing.path)
             place = self.path / str(writing.batch)
             durable.move(writing.path, place)
@@ -149,7 +167,7 @@ class CheckpointDirectory:
     def _read(self, path: Path) -> Checkpoint:
         made = read_marker(path)
         for name, written in made.parts.items():
-            found = verify(path / name)
+            found = _verified(path / name)
             if found.digest != written.digest:
                 raise CheckpointError(f"{path / name} lists other files than the marker says")
         return made
@@ -215,6 +233,19 @@ class CheckpointDirectory:
         gone = path.with_name(f"{path.name}.{_DISCARDED}-{secrets.token_hex(4)}")
         durable.move(path, gone)
         durable.remove(gone)
+
+
+def _verified(part: Path) -> Part:
+    """Every file of a part is as it was written, and no other is there. Raises CheckpointError."""
+    try:
+        verify(part)
+        files = read_list(part)
+    except PartError as error:
+        raise CheckpointError(str(error)) from None
+    here = {path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file()} - {LIST}
+    if strangers := sorted(here - files.keys()):
+        raise CheckpointError(f"{part / strangers[0]} is not listed in {part / LIST}: the part was not closed")
+    return Part(len(files), sum(file.size for file in files.values()), digest_of(part / LIST))
 
 
 def read_marker(path: Path) -> Checkpoint:
