@@ -109,10 +109,10 @@ def test_revived_draws_wait_first_in_group_order_with_their_attempts_and_new_gro
     it.begin(Prompts(3), [Draw(4, a, 1), Draw(2, b)], 7)  # type: ignore[arg-type]
     assert [(draw.group, draw.attempt, draw.lost) for draw in it.again()] == [(2, 0, False), (4, 1, False)]
     assert (it.waiting, it.coming_back) == (True, 2), "they hold no slot yet"
-    assert issue_fresh(it, 1) == [7]
     for draw in it.again():
         it.issued(draw)
     assert not it.waiting
+    assert issue_fresh(it, 2) == [7, 8]
     it.lost(4)
     assert [(draw.group, draw.attempt, draw.lost) for draw in it.again()] == [(4, 1, True)]
     assert it.rejected(4) and not it.rejected(4), "its strikes count from the attempt that it had"
