@@ -155,6 +155,7 @@ class Controller(Service):
         self.stream = await asyncio.to_thread(self._open_stream)
         self.draws.begin(self.stream)
         self._open_for_members.set()
+        self.activity = "at work"
         self.spawn(self._turns(), "turns")
         self.spawn(self._watch_over(), "watch")
         self.spawn(self._tell_status(), "status")
@@ -263,8 +264,10 @@ class Controller(Service):
     async def _tell_status(self) -> None:
         while True:
             began = time.monotonic()
-            await asyncio.to_thread(self.status.write, self._status(code=None))
-            await asyncio.sleep(max(STATUS_SECONDS, (time.monotonic() - began) / LARGEST_SHARE))
+            status = self._status(code=None)
+            gathered = time.monotonic() - began
+            await asyncio.to_thread(self.status.write, status)
+            await asyncio.sleep(max(STATUS_SECONDS, gathered / LARGEST_SHARE))
 
     def _status(self, code: int | None) -> Snapshot:
         return self.status.gather(

@@ -107,7 +107,7 @@ def _fits(value: Any, kind: str) -> bool:
     if value is None:
         return "None" in kind
     if isinstance(value, bool):
-        return kind == "bool"
+        return "bool" in kind
     if isinstance(value, int | float):
         return "float" in kind or ("int" in kind and isinstance(value, int))
     return ("str" in kind and isinstance(value, str)) or ("tuple" in kind and isinstance(value, list))

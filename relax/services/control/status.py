@@ -15,7 +15,7 @@ from relax.status.snapshot import Seen, Snapshot
 log = structlog.get_logger()
 
 STATUS_SECONDS = 1.0
-# Where many replicas make it long to gather and to write, it is written less often: at most this share of the time.
+# Where many replicas make it long to gather, it is gathered less often: the loop gives at most this share of its time.
 LARGEST_SHARE = 0.01
 
 
