@@ -15,7 +15,7 @@ from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
-from relax.config.simulated import a_simulated_trainer_has_no_ranks, engines_agree, is_simulated, options_act
+from relax.config.simulated import a_simulated_engine_has_no_model, engines_agree, is_simulated, options_act
 from relax.config.violation import Violation, refuse
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -229,7 +229,7 @@ def model_ranks(options: Options) -> int:
 
 
 _reads()(engines_agree)
-_reads()(a_simulated_trainer_has_no_ranks)
+_reads()(a_simulated_engine_has_no_model)
 _reads()(options_act)
 
 

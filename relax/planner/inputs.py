@@ -93,7 +93,8 @@ def _checks(resolved: Resolved) -> Iterator[Violation]:
 
 
 def _models(resolved: Resolved) -> list[Violation]:
-    return located(resolved, check_simulation(resolved.options))
+    assert resolved.topology is not None
+    return located(resolved, check_simulation(resolved.options, len(resolved.topology.role("rollout"))))
 
 
 def _picture(path: Path | None) -> Iterator[Violation]:
