@@ -11,7 +11,7 @@ from relax.protocol.messages import Lease, TrainBatch, Trained
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
 from relax.services.milestone import Milestone
-from relax.services.service import Context, Service
+from relax.services.service import Context, Service, ServiceError
 
 
 class Trainer(Service):
@@ -65,6 +65,11 @@ class Trainer(Service):
             self.activity = "waiting for a batch"
             message = await self.batches.get()
             waited = time.monotonic() - started
+            if message.batch != self.version.value:
+                raise ServiceError(
+                    f"{self.name} was given batch {message.batch} to train and is at version {self.version.value}: "
+                    "batch b is trained at version b, once"
+                )
             async with self.busy:
                 self.activity = f"training batch {message.batch}"
                 await self.train(message.batch, message, waited)
