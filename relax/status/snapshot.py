@@ -104,10 +104,12 @@ def _only(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, kind: str) -> bool:
+    if isinstance(value, list):
+        return kind.startswith("tuple")
     if value is None:
         return "None" in kind
     if isinstance(value, bool):
         return "bool" in kind
     if isinstance(value, int | float):
         return "float" in kind or ("int" in kind and isinstance(value, int))
-    return ("str" in kind and isinstance(value, str)) or ("tuple" in kind and isinstance(value, list))
+    return "str" in kind and not kind.startswith("tuple") and isinstance(value, str)
