@@ -72,16 +72,21 @@ def reopen(copy: Path, path: Path, *, cut: int, lineage: int) -> None:
             ledger.execute("INSERT INTO lineages VALUES (?, ?, ?, ?)", (lineage, parent, cut, time.time()))
         with aside.open("rb+") as file:
             os.fsync(file.fileno())
-        # The log goes first: one that stayed behind would be taken for the new ledger's.
-        for end in ("-shm", "-wal", ""):
-            part = path.with_name(path.name + end)
-            if part.exists():
-                part.rename(path.with_name(f"{path.stem}.before-{lineage}{path.suffix}{end}"))
+        set_aside(path, lineage)
         aside.rename(path)
     except OSError as error:
         raise LedgerError(f"{path} cannot be replaced by {copy}: {error}") from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, lineage: int) -> None:
+    """Keeps the ledger of the life before `lineage`, if there is one, as ledger.before-<lineage>.sqlite."""
+    # The log goes first: one that stayed behind would be taken for the new ledger's.
+    for end in ("-shm", "-wal", ""):
+        part = path.with_name(path.name + end)
+        if part.exists():
+            part.rename(path.with_name(f"{path.stem}.before-{lineage}{path.suffix}{end}"))
 
 
 @contextlib.contextmanager
