@@ -262,7 +262,7 @@ def test_a_plan_that_loses_a_group_is_no_plan() -> None:
     lengths = Lengths(LengthModel.parse("constant:100"), seed=1, prompts=100, samples=1, longest=10**6)
     pipeline = Pipeline(SMALL, lengths)
     pipeline.replicas["rollout-1"].slots.speed = 1e-300
-    pipeline._env.run = lambda: None  # type: ignore[method-assign]
+    pipeline._events.run = lambda: None  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="stopped after 0 batches"):
         pipeline.predict()
 
