@@ -70,6 +70,19 @@ def test_prompts_that_are_all_set_aside_end_the_run(tmp_path: Path) -> None:
         it.groups.rejected(last, sender("reward-0"))
 
 
+def test_one_prompt_set_aside_among_many_groups_that_the_filter_drops_is_no_end(tmp_path: Path) -> None:
+    it = desk(tmp_path, rollout_batch_size=4)
+    it.turn()
+    for attempt in range(STRIKES):
+        for _ in range(4):
+            it.turn()
+            filter_group(it, it.book.in_state(State.ISSUED)[-1])
+        it.turn()
+        assert it.book[0].attempt == attempt
+        it.groups.rejected(rejected(it, 0), sender("reward-0"))
+    assert it.book.conservation().dropped["set_aside"] == 1
+
+
 def register(it: Desk, incarnation: str) -> Any:
     member = Member("rollout-0", "rollout", f"inproc://{incarnation}", incarnation)
     return it.on_register(Register(member, "", 7, shared_options(it.options)), None)

@@ -33,6 +33,7 @@ class Replicas:
 
     def joined(self, member: Member) -> Replica:
         """A new life of a replica: it holds nothing and serves nothing yet."""
+        self._placement.gone(member.name)
         replica = self._by_name[member.name] = Replica(member)
         return replica
 
