@@ -290,6 +290,10 @@ class Serving:
     capacity: int
     running: tuple[Lease, ...]
 
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(f"capacity = {self.capacity}: a replica takes at least one group at a time")
+
 
 # a node's weight agent -> actor (or an agent that has the version), for each chunk its node lacks. Reply: Chunk.
 @message
@@ -336,6 +340,29 @@ class ValuesRequest:
 @message
 class Values:
     values: np.ndarray
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+# controller -> actor, critic and a refreshed reference, at a cut: write the state that was copied when batch `batch` - 1
+# was trained to <checkpoints>/<directory>/<role>, a new directory. Without a directory: forget that copy. Reply: Saved.
+@message
+class Save:
+    batch: int
+    directory: str
+
+    def __post_init__(self) -> None:
+        if self.directory:
+            file_name(self.directory, "the checkpoint directory")
+
+
+# reply to Save. `size` is in bytes; `problem` says why the part was not written, or nothing.
+@message
+class Saved:
+    batch: int
+    size: int
+    problem: str
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

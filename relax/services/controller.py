@@ -16,7 +16,9 @@ from relax.algorithms.contracts import services_needed
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
+from relax.gate.verdicts import GateError
 from relax.ledger.book import GroupBook
+from relax.ledger.states import LedgerError
 from relax.ledger.store import Ledger
 from relax.metrics.rows import BatchRows
 from relax.protocol.errors import ProtocolError
@@ -58,6 +60,7 @@ from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusF
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
 from relax.status.snapshot import Seen, Snapshot
+from relax.weights.errors import WeightError
 
 CHECK_SECONDS = 0.25
 # How long the rows of a finished run wait for a contributor.
@@ -120,26 +123,38 @@ class Controller(Service):
 
     def handlers(self) -> dict[type, Any]:
         self.mailbox.on(Hello, self.on_hello, strangers=True)
-        reports: dict[type, Callable[[Any, Any], None]] = {
-            Serving: self.weights.serving,
-            Published: self.weights.published,
-            Sampled: self.groups.sampled,
-            RewardDone: self.groups.reward_done,
-            Ready: self.groups.ready,
-            Filtered: self.groups.filtered,
-            Rejected: self.groups.rejected,
-            HandedBack: self.groups.handed_back,
-            Leaving: self.leaving,
-            Started: self.batches.started,
-            Assembled: self.batches.assembled,
-            Trained: self.batches.trained,
+        reports: dict[type, tuple[Callable[[Any, Any], None], tuple[str, ...]]] = {
+            Serving: (self.weights.serving, ("rollout",)),
+            Published: (self.weights.published, ("actor",)),
+            Sampled: (self.groups.sampled, ("rollout",)),
+            RewardDone: (self.groups.reward_done, ("reward",)),
+            Ready: (self.groups.ready, ("advantages",)),
+            Filtered: (self.groups.filtered, ("advantages",)),
+            Rejected: (self.groups.rejected, ("rollout", "reward", "advantages")),
+            HandedBack: (self.groups.handed_back, ("rollout",)),
+            Leaving: (self.leaving, ("rollout",)),
+            Started: (self.batches.started, ("actor",)),
+            Assembled: (self.batches.assembled, ("advantages",)),
+            Trained: (self.batches.trained, ("actor", "critic")),
         }
         asked: dict[type, Any] = {Register: self.on_register, Heartbeat: self.on_heartbeat}
-        return asked | {kind: self._report(take) for kind, take in reports.items()}
+        return asked | {kind: self._report(take, roles) for kind, (take, roles) in reports.items()}
 
-    def _report(self, take: Callable[[Any, Any], None]) -> Any:
+    def _report(self, take: Callable[[Any, Any], None], roles: tuple[str, ...]) -> Any:
+        """Only members of these roles are believed. A report that contradicts what is known is a fault of its sender,
+        and of the run, since nothing else that it says can be trusted."""
+
         async def handle(message: Any, sender: Any) -> None:
-            take(message, sender)
+            what, role = f"{sender.name} sends {type(message).__name__}", self.registry.role(sender.name)
+            if role is None:
+                self.log.info("report_of_no_member", sender=sender.name, kind=type(message).__name__)
+                return
+            if role not in roles:
+                raise ServiceError(f"{what}, which only {' and '.join(roles)} do")
+            try:
+                take(message, sender)
+            except (GateError, LedgerError, WeightError) as error:
+                raise ServiceError(f"{what}, which cannot be: {error}") from error
             self._woken.set()
 
         return handle
@@ -247,7 +262,7 @@ class Controller(Service):
             await asyncio.sleep(CHECK_SECONDS)
             if self._finishing:
                 continue
-            if self.replicas.all_leave:
+            if self.replicas.all_leave and not self.gate.finished:
                 raise ServiceError("every rollout replica has left, and the run has batches to sample")
             found = trouble(
                 self.registry,

@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from relax.gate.gate import Gate
-from relax.gate.verdicts import Batch
+from relax.gate.verdicts import Batch, GateError
 from relax.ledger.book import GroupBook
 from relax.metrics.rows import BatchRows
 from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained
@@ -78,6 +78,8 @@ class Batches:
         b, role = message.batch, self._registry.role(sender.name)
         if role not in self._trainers:
             raise ServiceError(f"{sender.name} reports that it trained batch {b}, but it is no trainer of this run")
+        if b not in self._members:
+            raise GateError(f"batch {b} is trained already or was never committed")
         reports = self._reports.setdefault(b, {})
         reports[role] = message
         self._rows.report(b, role, message.metrics)
