@@ -133,7 +133,7 @@ _reads("max_staleness", "use_tis", "use_rollout_logprobs", "no_off_policy_correc
 )
 _reads("max_staleness", "partial_rollout", "mask_offpolicy_in_partial_rollout")(asynchrony.samples_of_several_versions)
 _reads("max_staleness", "over_sampling_batch_size", "rollout_batch_size")(asynchrony.spare_groups)
-_reads("straggler_timeout", "rollout_lead")(asynchrony.stragglers_can_be_told)
+_reads("straggler_timeout", "rollout_lead", "stall_timeout")(asynchrony.stragglers_can_be_told)
 _reads("max_staleness", "rollout_credit")(asynchrony.credit)
 _reads("dynamic_sampling_filter_path", "n_samples_per_prompt")(asynchrony.a_group_can_pass_the_filter)
 

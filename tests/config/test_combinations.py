@@ -78,7 +78,13 @@ TABLE: dict[str, Entry] = {
         ),
     ),
     "straggler_timeout": Entry(
-        5.0, {}, (({"straggler_timeout": 0.0}, "waits for all of its groups"), (STALE | LEADLESS, "waits for all"))
+        5.0,
+        {},
+        (
+            ({"straggler_timeout": 0.0}, "waits for all of its groups"),
+            (STALE | LEADLESS, "waits for all"),
+            ({"stall_timeout": 5.0}, "ends the run before"),
+        ),
     ),
     "partial_rollout": Entry(
         True, STALE, (({}, "in lockstep"), (RLOO, "needs it off"), (SIMULATED, "in lockstep every token"))
