@@ -282,17 +282,17 @@ class Announce:
     manifest: bytes
 
 
-# rollout -> controller: this version is loaded and every further token is sampled by it. `capacity` is how many groups
+# rollout -> controller: this version is loaded and every further token is sampled by it. `credit` is how many groups
 # the replica takes at a time; `running` names the groups that went on through the update and may have older tokens.
 @message
 class Serving:
     version: int
-    capacity: int
+    credit: int
     running: tuple[Lease, ...]
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ValueError(f"capacity = {self.capacity}: a replica takes at least one group at a time")
+        if self.credit < 1:
+            raise ValueError(f"credit = {self.credit}: a replica takes at least one group at a time")
 
 
 # a node's weight agent -> actor (or an agent that has the version), for each chunk its node lacks. Reply: Chunk.
@@ -345,8 +345,9 @@ class Values:
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-# controller -> actor, critic and a refreshed reference, at a cut: write the state that was copied when batch `batch` - 1
-# was trained to <checkpoints>/<directory>/<role>, a new directory. Without a directory: forget that copy. Reply: Saved.
+# controller -> actor, critic and a refreshed reference, at a cut: write the state that was copied when the batch before
+# `batch` was trained, to <checkpoints>/<directory>/<role>, a new directory. Without a directory: forget that copy.
+# Reply: Saved.
 @message
 class Save:
     batch: int
@@ -357,11 +358,10 @@ class Save:
             file_name(self.directory, "the checkpoint directory")
 
 
-# reply to Save. `size` is in bytes; `problem` says why the part was not written, or nothing.
+# actor, critic or reference -> controller, reply to Save. `problem` says why the part was not written, or nothing.
 @message
 class Saved:
     batch: int
-    size: int
     problem: str
 
 
