@@ -94,8 +94,8 @@ class Desk(Controller):
             self.weights.announce(self.replicas.joined(member))
         return member
 
-    def serves(self, name: str, version: int, capacity: int = 100, running: tuple[Lease, ...] = ()) -> None:
-        self.weights.serving(Serving(version, capacity, running), sender(name))
+    def serves(self, name: str, version: int, credit: int = 100, running: tuple[Lease, ...] = ()) -> None:
+        self.weights.serving(Serving(version, credit, running), sender(name))
 
     def published(self, version: int) -> None:
         tag = WeightTag("r", 0, version, version, set_digest(()), 0, 0.0)

@@ -20,14 +20,14 @@ def member(incarnation: str) -> Member:
 def test_a_new_life_starts_empty_and_serves_nothing() -> None:
     replicas = Replicas()
     first = replicas.joined(member("1"))
-    replicas.serves(first, 0, capacity=2)
+    replicas.serves(first, 0, credit=2)
     for group in range(2):
         replicas.takes(first, Lease(group, 0, 0, 1))
     assert replicas.choose(lambda version: True) is None, "it is full"
     second = replicas.joined(member("2"))
     replicas.sampled("rollout-0", Lease(0, 0, 0, 1))  # a late word of the first life
     assert replicas.choose(lambda version: True) is None, "it has no weights"
-    replicas.serves(second, 1, capacity=2)
+    replicas.serves(second, 1, credit=2)
     for group in range(2, 4):
         assert replicas.choose(lambda version: True) is second
         replicas.takes(second, Lease(group, 0, 0, 1))

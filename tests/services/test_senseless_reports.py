@@ -89,7 +89,7 @@ def test_who_has_left_is_not_heard(tmp_path: Path) -> None:
     assert it.book[lease.group].state is State.SAMPLED
 
 
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_replica_takes_at_least_one_group(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity = {capacity}"):
-        Serving(0, capacity, ())
+@pytest.mark.parametrize("credit", [0, -1])
+def test_a_replica_takes_at_least_one_group(credit: int) -> None:
+    with pytest.raises(ValueError, match=f"credit = {credit}"):
+        Serving(0, credit, ())

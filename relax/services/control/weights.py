@@ -73,7 +73,7 @@ class Weights:
             return
         if self.newest is None or message.version > self.newest.version:
             raise WeightError(f"version {message.version} was not announced to anybody")
-        self._replicas.serves(replica, message.version, message.capacity)
+        self._replicas.serves(replica, message.version, message.credit)
         # What went on through the update may have older tokens, whoever has not said so yet.
         may_have_tokens = {(lease.group, lease.fence) for lease in message.running}
         for group, fence in replica.samples.items():
