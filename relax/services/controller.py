@@ -18,8 +18,8 @@ from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, op
 from relax.gate.gate import Gate
 from relax.gate.verdicts import GateError
 from relax.ledger.book import GroupBook
+from relax.ledger.revived import Revived
 from relax.ledger.states import LedgerError
-from relax.ledger.store import Ledger
 from relax.metrics.rows import BatchRows
 from relax.protocol.errors import ProtocolError
 from relax.protocol.messages import (
@@ -52,6 +52,7 @@ from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
 from relax.services.control.health import trouble
 from relax.services.control.issue import Issue
+from relax.services.control.opening import open_ledger, open_prompts
 from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
 from relax.services.control.registry import ALWAYS_NEEDED, Registry
@@ -81,7 +82,10 @@ class Controller(Service):
         spare = 0 if o.over_sampling_batch_size is None else o.over_sampling_batch_size - o.rollout_batch_size
         extra = services_needed(o)
         trainers = frozenset({"actor"}) | (extra & {"critic"})
-        self.gate = gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, spare=spare)
+        cut = context.cut
+        self.gate = gate = Gate(
+            o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare
+        )
         self.book = book = GroupBook(self.lineage)
         self.registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
         self.rows = BatchRows(
@@ -90,6 +94,7 @@ class Controller(Service):
             self.lineage,
             o.num_steps_per_rollout,
             END_SECONDS,
+            first_batch=cut,
         )
         self.draws, self.replicas, self.outbox, self.pace = Draws(), Replicas(), Outbox(), Pace()
         draws, replicas, outbox, pace = self.draws, self.replicas, self.outbox, self.pace
@@ -166,23 +171,28 @@ class Controller(Service):
         """Others join here; the controller is a member of nothing."""
 
     async def prepare(self) -> None:
-        self.ledger = Ledger(self.run.ledger, run_id=self.run.run_id, lineage=self.lineage)
-        self.stream = await asyncio.to_thread(self._open_stream)
-        self.draws.begin(self.stream)
+        self.ledger, revived = await asyncio.to_thread(open_ledger, self.run)
+        if revived is not None:
+            self.book.revive(revived)
+            self.book.save(self.ledger)
+            self.log.info("run_resumed", batch=revived.cut, parent=revived.parent, revived=len(revived.groups))
+        self.stream = await asyncio.to_thread(self._open_stream, revived)
         self._open_for_members.set()
         self.activity = "at work"
         self.spawn(self._turns(), "turns")
         self.spawn(self._watch_over(), "watch")
         self.spawn(self._tell_status(), "status")
 
-    def _open_stream(self) -> PromptStream:
+    def _open_stream(self, revived: Revived | None) -> PromptStream:
         o = self.options
         source = open_source(o.prompt_data, seed=o.seed)
         self.num_batches = planned_batches(o, prompts=len(source))
         rules = PromptRules(o.input_key, o.apply_chat_template, o.rollout_max_prompt_len, o.overlong_prompts)
         ahead = max(256, 2 * self.gate.slots)
         tokenizer = PromptTokenizer(o.hf_checkpoint)
-        return PromptStream(source, tokenizer, rules, seed=o.seed, num_epoch=o.num_epoch, ahead=ahead)
+        return open_prompts(
+            self.draws, revived, source, tokenizer, rules, seed=o.seed, num_epoch=o.num_epoch, ahead=ahead
+        )
 
     async def release(self) -> None:
         if not self.clean:

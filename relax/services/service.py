@@ -72,6 +72,8 @@ class Context:
     engine: str = ""  # of a rollout replica or the actor
     index: int = 0  # among the services of its role
     security: Security = field(default_factory=Security)  # keys for connections beyond this host
+    lineage: int = 0
+    cut: int = 0  # the batch that this lineage begins at
 
 
 class Service:
@@ -84,7 +86,7 @@ class Service:
         self.name = context.name
         self.options = context.options
         self.run = context.run
-        self.lineage = 0
+        self.lineage = context.lineage
         self.incarnation = secrets.token_hex(4)
         self.log = structlog.get_logger().bind(run=context.run.run_id)
         self.members: dict[str, Member] = {}
