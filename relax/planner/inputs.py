@@ -81,8 +81,9 @@ def read(given: Given) -> Inputs:
 
 
 def _checks(resolved: Resolved) -> Iterator[Violation]:
-    # The launcher refuses these where no engine is simulated; here they are what is asked.
-    yield from (v for v in check_options(resolved) if not v.option.startswith("--sim-"))
+    # The launcher refuses --sim-... where no engine is simulated; here they are what is asked. And no port is opened.
+    other = ("--sim-", "--keys", "--insecure")
+    yield from (v for v in check_options(resolved) if not v.option.startswith(other))
     if is_simulated(resolved.topology):
         return
     for name in MEASURED:

@@ -86,6 +86,12 @@ def test_a_run_with_real_engines_is_planned_without_its_data_and_checkpoint(tmp_
     assert "2 replicas x 64 slots" in capsys.readouterr().out
 
 
+def test_a_run_on_several_hosts_is_planned_without_its_keys(capsys) -> None:
+    argv = [str(ROOT / "topologies" / "two-nodes.yaml"), *MEASURED, "--num-rollout", "3", "--prompts", "50"]
+    assert main(argv) == 0
+    assert "replicas x" in capsys.readouterr().out
+
+
 def refused(capsys, *argv: str) -> str:
     assert main(argv) == 2
     captured = capsys.readouterr()
