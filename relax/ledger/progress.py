@@ -11,6 +11,8 @@ from relax.ledger.states import Conservation, State
 # Enough batches for a rate that follows changes without jumping.
 RATE_BATCHES = 20
 RATE_SECONDS = 60.0
+# What happens now happens to the last groups that were drawn: a long ledger is not read for it as a whole.
+RECENT_GROUPS = 100_000
 
 _ENTERED = "coalesce(committed_at, ready_at, scored_at, sampled_at, issued_at, drawn_at)"
 _OPEN = "FROM groups WHERE ended_at IS NULL AND lineage = (SELECT max(lineage) FROM lineages)"
@@ -82,12 +84,15 @@ def _look(connection: sqlite3.Connection, now: float | None, oldest: int) -> Led
     ((lineage, opened_at, first_batch),) = ask(
         "SELECT lineage, opened_at, first_batch FROM lineages ORDER BY lineage DESC LIMIT 1"
     )
+    ((last,),) = ask("SELECT max(group_id) FROM groups WHERE lineage = ?", lineage)
+    recent = (lineage, (last or 0) - RECENT_GROUPS)
     ((newest,),) = ask(
-        "SELECT max(coalesce(ended_at, 0), coalesce(committed_at, 0), coalesce(ready_at, 0), coalesce(scored_at, 0), "
-        "coalesce(sampled_at, 0), coalesce(issued_at, 0), drawn_at) FROM groups WHERE lineage = ? "
-        "ORDER BY 1 DESC LIMIT 1",
-        lineage,
-    ) or [(opened_at,)]
+        "SELECT max(max(coalesce(ended_at, 0), coalesce(committed_at, 0), coalesce(ready_at, 0), "
+        "coalesce(scored_at, 0), coalesce(sampled_at, 0), coalesce(issued_at, 0), drawn_at)) "
+        "FROM groups WHERE lineage = ? AND group_id > ?",
+        *recent,
+    )
+    newest = opened_at if newest is None else newest
     until = newest if now is None else now
     batches = ask(
         "SELECT batch, size, trained_at FROM batches WHERE lineage = ? AND trained_at IS NOT NULL "
@@ -98,15 +103,17 @@ def _look(connection: sqlite3.Connection, now: float | None, oldest: int) -> Led
     groups_rate = tokens_rate = batch_seconds = None
     if len(batches) > 1 and (seconds := batches[0][2] - batches[-1][2]) > 0:
         ((tokens,),) = ask(
-            "SELECT total(tokens) FROM groups WHERE lineage = ? AND state = 'trained' AND batch > ?",
-            lineage,
+            "SELECT total(tokens) FROM groups WHERE lineage = ? AND group_id > ? AND state = 'trained' AND batch > ?",
+            *recent,
             batches[-1][0],
         )
         groups_rate, tokens_rate = sum(size for _, size, _ in batches[:-1]) / seconds, tokens / seconds
         batch_seconds = seconds / (len(batches) - 1)
     begin = max(until - RATE_SECONDS, opened_at)
     ((sampled, sampled_tokens),) = ask(
-        "SELECT count(*), total(tokens) FROM groups WHERE lineage = ? AND sampled_at > ?", lineage, begin
+        "SELECT count(*), total(tokens) FROM groups WHERE lineage = ? AND group_id > ? AND sampled_at > ?",
+        *recent,
+        begin,
     )
     ((committed, trained, staleness),) = ask(
         "SELECT count(committed_at), count(trained_at), max(batch - oldest) FROM batches WHERE lineage = ?", lineage
