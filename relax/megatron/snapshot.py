@@ -76,12 +76,7 @@ class Snapshot:
     def reserve(self) -> int:
         """Allocates the host memory, which the first `take` would otherwise do; returns the bytes of a checkpoint, over
         all ranks: its files are a little larger."""
-        self._held = {
-            kind: [_place(shard, self._buffers(kind)) for shard in live if shard.main]
-            for kind, live in _live(self._network, self._learner).items()
-        }
-        own = sum(shard.tensor.nbytes for held in self._held.values() for shard in held)
-        return sum(exchange.gather(own, self._group))
+        return self._reserve(_live(self._network, self._learner))
 
     def take(self, about: dict[str, Any] | None = None) -> int:
         """Copies the present state, which may change as soon as this returns; returns what `reserve` does.
@@ -91,9 +86,10 @@ class Snapshot:
         """
         if self._state is not None:
             raise RuntimeError("the snapshot before is not written yet: one save is under way at a time")
-        size = self.reserve()
-        for kind, live in _live(self._network, self._learner).items():
-            for copy, shard in zip(self._held[kind], (shard for shard in live if shard.main), strict=True):
+        live = _live(self._network, self._learner)
+        size = self._reserve(live)
+        for kind, given in live.items():
+            for copy, shard in zip(self._held[kind], (shard for shard in given if shard.main), strict=True):
                 copy.tensor.copy_(shard.tensor, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
@@ -128,6 +124,15 @@ class Snapshot:
         finally:
             self._state = None
 
+    def _reserve(self, live: dict[str, list[Shard]]) -> int:
+        """Places in host memory for what this rank writes of `live`; those of the last time are taken again."""
+        known = {kind: {shard.name: shard for shard in held} for kind, held in self._held.items()}
+        self._held = {
+            kind: [_place(shard, known.get(kind, {})) for shard in given if shard.main] for kind, given in live.items()
+        }
+        own = sum(shard.tensor.nbytes for held in self._held.values() for shard in held)
+        return sum(exchange.gather(own, self._group))
+
     def _write_own(self, directory: Path, written: dict[str, File]) -> None:
         rank = self._network.grid.rank
         directory.mkdir(parents=True, exist_ok=True)
@@ -150,9 +155,6 @@ class Snapshot:
             failed = f"rank {self._network.grid.rank} on {socket.gethostname()}: {_explain(error)}"
         if failures := [text for text in exchange.gather(failed, self._group) if text]:
             raise SaveError(f"the checkpoint of the model is not written: {'; '.join(failures)}")
-
-    def _buffers(self, kind: str) -> dict[str, Shard]:
-        return {shard.name: shard for shard in self._held.get(kind, [])}
 
 
 def load(

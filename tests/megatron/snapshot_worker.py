@@ -21,7 +21,7 @@ from relax.megatron.snapshot import SaveError, Snapshot
 from relax.services.actor_work import ActorWork
 from relax.services.ranks import Leader, follow
 from tests.megatron import tiny
-from tests.megatron.grid_worker import learner, loss_of, value_loss_of, work_options
+from tests.megatron.grid_worker import end, learner, loss_of, value_loss_of, work_options
 
 # case: (kind of model, changed options)
 CASES = {
@@ -111,8 +111,7 @@ def lead(output: Path, options) -> dict:
     seen["about"] = actor.run(work.load, str(output / "led")).about
     seen["again"] = [actor.run(work.train, tiny.batch(4)) for _ in range(2)]
     seen["weights_again"] = weights_led(actor)
-    for lane in actor.lanes:
-        actor.end(lane)
+    end(actor)
     return seen
 
 
