@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relax.ledger.queries import conservation
+from relax.ledger.queries import NoLedger, conservation
 from relax.ledger.states import Conservation, State
 
 # Enough batches for a rate that follows changes without jumping.
@@ -69,7 +69,7 @@ class LedgerView:
 
 def look(connection: sqlite3.Connection, now: float | None = None, oldest: int = 5) -> LedgerView:
     """Reads all of it in one transaction. `now` is in Unix seconds; by default the newest entry of the ledger, for a
-    run that is over. Raises sqlite3.Error where the file is damaged."""
+    run that is over. Raises sqlite3.Error where the file is damaged, NoLedger where it is only begun."""
     connection.execute("BEGIN")
     try:
         return _look(connection, now, oldest)
@@ -81,9 +81,10 @@ def _look(connection: sqlite3.Connection, now: float | None, oldest: int) -> Led
     def ask(query: str, *values: object) -> list[tuple]:
         return connection.execute(query, values).fetchall()
 
-    ((lineage, opened_at, first_batch),) = ask(
-        "SELECT lineage, opened_at, first_batch FROM lineages ORDER BY lineage DESC LIMIT 1"
-    )
+    lineages = ask("SELECT lineage, opened_at, first_batch FROM lineages ORDER BY lineage DESC LIMIT 1")
+    if not lineages:
+        raise NoLedger("the ledger has no lineage: its controller ended while it made it, or is at it")
+    lineage, opened_at, first_batch = lineages[0]
     ((last,),) = ask("SELECT max(group_id) FROM groups WHERE lineage = ?", lineage)
     recent = (lineage, (last or 0) - RECENT_GROUPS)
     ((newest,),) = ask(

@@ -18,10 +18,14 @@ WITH RECURSIVE chain (lineage, below) AS (
 """
 
 
+class NoLedger(LedgerError):
+    """There is no ledger, or its controller is just making it."""
+
+
 def read(path: Path) -> sqlite3.Connection:
-    """Opens a ledger read-only. LedgerError if it is missing, damaged or of another schema."""
+    """Opens a ledger read-only. LedgerError if it is missing (NoLedger), damaged or of another schema."""
     if not Path(path).is_file():
-        raise LedgerError(f"{path} does not exist: not a run directory, or its controller never started")
+        raise NoLedger(f"{path} does not exist: not a run directory, or its controller never started")
     connection = sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -30,6 +34,8 @@ def read(path: Path) -> sqlite3.Connection:
         raise LedgerError(f"{path} cannot be read: {error}") from None
     if version != SCHEMA_VERSION:
         connection.close()
+        if version == 0:
+            raise NoLedger(f"{path} has no tables of a ledger: its controller ended while it made them, or it is none")
         raise LedgerError(f"{path} has ledger schema {version}, this Relax reads {SCHEMA_VERSION}")
     return connection
 

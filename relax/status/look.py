@@ -21,7 +21,7 @@ from relax.launch.progress import MetricsTail
 from relax.launch.rundir import RunDir
 from relax.ledger.progress import LedgerView
 from relax.ledger.progress import look as look_at_ledger
-from relax.ledger.queries import read
+from relax.ledger.queries import NoLedger, read
 from relax.ledger.states import LedgerError
 from relax.status.errors import ErrorLogs, LoggedError
 from relax.status.snapshot import Seen, Snapshot, SnapshotError
@@ -173,14 +173,15 @@ class Looker:
         return RunState.OVER if snapshot is None else RunState.CRASHED
 
     def _ledger(self, state: RunState, problems: list[str]) -> LedgerView | None:
-        if not self._run.ledger.exists() and state is RunState.STARTING:
-            return None
         try:
             connection = read(self._run.ledger)
             try:
                 return look_at_ledger(connection, time.time() if state.goes_on else None)
             finally:
                 connection.close()
+        except NoLedger as error:
+            if state is not RunState.STARTING:
+                problems.append(str(error))
         except LedgerError as error:
             problems.append(str(error))
         except sqlite3.Error as error:

@@ -1,13 +1,15 @@
 """Where a run stands by its ledger: stages, the oldest group, rates; also while it is written."""
 
 import itertools
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from relax.ledger import GroupBook, Ledger, LedgerError, State
 from relax.ledger.progress import look
-from relax.ledger.queries import read
+from relax.ledger.queries import NoLedger, read
+from relax.ledger.schema import SCHEMA
 
 
 def written(path: Path) -> None:
@@ -63,3 +65,17 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger.sqlite").write_text("no database at all\n" * 100)
     with pytest.raises(LedgerError, match=r"ledger\.sqlite cannot be read: file is not a database"):
         read(tmp_path / "ledger.sqlite")
+
+
+def test_a_ledger_that_is_just_being_made_is_none_yet(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    with pytest.raises(NoLedger, match="does not exist"):
+        read(file)
+    file.touch()
+    with pytest.raises(NoLedger, match="has no tables of a ledger"):
+        read(file)
+    connection = sqlite3.connect(file)
+    connection.executescript(SCHEMA)
+    connection.close()
+    with pytest.raises(NoLedger, match="has no lineage"):
+        look(read(file))

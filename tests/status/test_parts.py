@@ -99,9 +99,14 @@ def test_the_state_follows_from_the_controllers_word_and_its_process(tmp_path: P
 def test_a_run_that_somebody_takes_part_in_and_that_has_no_status_is_starting(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     try:
-        assert Looker(run.path).look().state is RunState.STARTING
+        for make in (lambda: None, run.ledger.touch):  # the controller is about to make its ledger, or is at it
+            make()
+            status = Looker(run.path).look()
+            assert status.state is RunState.STARTING and status.problems == ()
     finally:
         run.leave()
+    (problem,) = Looker(run.path).look().problems
+    assert "has no tables of a ledger" in problem
 
 
 def test_the_launchers_word_holds_until_the_run_goes_on_again(tmp_path: Path) -> None:
