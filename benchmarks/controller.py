@@ -39,7 +39,7 @@ def train(it: Desk, batch: int) -> None:
     it.published(batch + 1)
     for replica in list(it.replicas):
         running = tuple(Lease(group, 0, 0, fence) for group, fence in replica.samples.items())
-        it.serves(replica.member.name, batch + 1, capacity=16, running=running)
+        it.serves(replica.member.name, batch + 1, credit=16, running=running)
 
 
 def seconds_a_group(folder: Path, batches: int, groups: int, replicas: int, together: int) -> float:
@@ -53,7 +53,7 @@ def seconds_a_group(folder: Path, batches: int, groups: int, replicas: int, toge
         use_tis=True,
     )
     for replica in list(it.replicas):
-        it.serves(replica.member.name, 0, capacity=16)
+        it.serves(replica.member.name, 0, credit=16)
     waiting: list[GroupOrder] = []
     start = time.process_time()
     while not it.spawned:

@@ -11,7 +11,6 @@ import numpy as np
 
 from relax.algorithms.hooks import FILTER
 
-BUILT_IN = "relax.algorithms.filters:reward_is_not_constant"
 CONSTANT_REWARD = "constant_reward"
 # A reason becomes the name of a metric and a value in the ledger.
 _REASON = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")

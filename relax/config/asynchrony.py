@@ -74,6 +74,10 @@ def stragglers_can_be_told(resolved: Resolved) -> Iterator[Violation]:
         problem = "cannot act: with --rollout-lead 0 a batch waits for all of its groups from the start"
         fix = "Set it above the seconds that a group usually takes, or --rollout-lead to 1 or more."
         yield refuse(options, "straggler_timeout", problem, fix)
+    elif options.straggler_timeout is not None and options.straggler_timeout >= options.stall_timeout:
+        problem = f"cannot act: where nothing else moves, --stall-timeout {options.stall_timeout:g} ends the run before"
+        fix = f"Set it below {options.stall_timeout:g}, or --stall-timeout above it."
+        yield refuse(options, "straggler_timeout", problem, fix)
 
 
 def credit(resolved: Resolved) -> Iterator[Violation]:

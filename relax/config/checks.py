@@ -16,7 +16,7 @@ from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
-from relax.config.simulated import a_simulated_trainer_has_no_ranks, engines_agree, is_simulated, options_act
+from relax.config.simulated import a_simulated_engine_has_no_model, engines_agree, is_simulated, options_act
 from relax.config.violation import Violation, refuse
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -143,7 +143,7 @@ _reads("max_staleness", "use_tis", "use_rollout_logprobs", "no_off_policy_correc
 )
 _reads("max_staleness", "partial_rollout", "mask_offpolicy_in_partial_rollout")(asynchrony.samples_of_several_versions)
 _reads("max_staleness", "over_sampling_batch_size", "rollout_batch_size")(asynchrony.spare_groups)
-_reads("straggler_timeout", "rollout_lead")(asynchrony.stragglers_can_be_told)
+_reads("straggler_timeout", "rollout_lead", "stall_timeout")(asynchrony.stragglers_can_be_told)
 _reads("max_staleness", "rollout_credit")(asynchrony.credit)
 _reads("dynamic_sampling_filter_path", "n_samples_per_prompt")(asynchrony.a_group_can_pass_the_filter)
 
@@ -239,7 +239,7 @@ def model_ranks(options: Options) -> int:
 
 
 _reads()(engines_agree)
-_reads()(a_simulated_trainer_has_no_ranks)
+_reads()(a_simulated_engine_has_no_model)
 _reads()(options_act)
 
 

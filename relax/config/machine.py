@@ -37,12 +37,12 @@ def check_machine(resolved: Resolved, node: str | None = None) -> list[Violation
     options, skip = resolved.options, resolved.suspects
     roles = {service.role for service in resolved.topology.on(node)} if resolved.topology else set(ROLES)
     found: list[Violation] = []
-    if simulated := is_simulated(resolved.topology):
-        found += check_simulation(options)
+    if resolved.topology is not None and is_simulated(resolved.topology):
+        found += check_simulation(options, len(resolved.topology.role("rollout")))
     if options.hf_checkpoint and "hf_checkpoint" not in skip:
         # A node that refreshes the reference keeps the policy's versions too.
         holders = {"rollout", "actor"} | ({"reference"} if options.ref_update_interval is not None else set())
-        if simulated:
+        if is_simulated(resolved.topology):
             found += _tokenizer(options, Path(options.hf_checkpoint))
         else:
             found += check_checkpoint(options, holds_weights=bool(roles & holders))

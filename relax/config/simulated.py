@@ -51,11 +51,15 @@ def engines_agree(resolved: Resolved) -> Iterator[Violation]:
             return
 
 
-def a_simulated_trainer_has_no_ranks(resolved: Resolved) -> Iterator[Violation]:
-    for service in resolved.topology.role("actor") if resolved.topology else ():
-        if service.engine == SIMULATED and service.ranks is not None:
-            problem = "cannot act: a simulated trainer has no model"
-            yield Violation("services.actor.ranks", service.ranks, problem, "Leave it out.", service.source)
+def a_simulated_engine_has_no_model(resolved: Resolved) -> Iterator[Violation]:
+    simulated = [s for s in resolved.topology.services if s.engine == SIMULATED] if resolved.topology else []
+    for role, source in dict.fromkeys((service.role, service.source) for service in simulated):
+        replicas = [service for service in simulated if (service.role, service.source) == (role, source)]
+        devices = sorted({device for service in replicas for device in service.devices})
+        for key, value in (("ranks", replicas[0].ranks), ("devices", devices or None)):
+            if value is not None:
+                problem = "cannot act: the engine is simulated, so there is no model"
+                yield Violation(f"services.{role}.{key}", value, problem, "Leave it out.", source)
 
 
 def options_act(resolved: Resolved) -> Iterator[Violation]:

@@ -3,13 +3,14 @@
 from relax.data.checks import check
 from relax.data.errors import DataError
 from relax.data.sources import PromptSource, open_source
-from relax.data.stream import Position, Prompt, PromptRules, PromptStream
+from relax.data.stream import Position, Prompt, PromptReader, PromptRules, PromptStream
 from relax.data.tokenize import PromptTokenizer, Tokenized, tokenize
 
 __all__ = [
     "DataError",
     "Position",
     "Prompt",
+    "PromptReader",
     "PromptRules",
     "PromptSource",
     "PromptStream",

@@ -7,7 +7,7 @@ import asyncio
 import json
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,59 @@ def epoch_order(seed: int, epoch: int, size: int) -> np.ndarray:
     return np.argsort(keys, kind="stable")
 
 
+class PromptReader:
+    """Any prompt of any epoch, tokenized and held to the rules, the same for whoever asks."""
+
+    def __init__(self, source: PromptSource, tokenizer: PromptTokenizer, rules: PromptRules, seed: int) -> None:
+        self.source, self._tokenizer, self.rules, self._seed = source, tokenizer, rules, seed
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The prompt ids (int64) of an epoch in their order."""
+        return epoch_order(self._seed, epoch, len(self.source))
+
+    def again(self, wanted: Sequence[tuple[int, Position]]) -> list[Prompt]:
+        """Prompts that were handed out before, each as (prompt id, its position), in that order.
+
+        Raises DataError when another prompt is there now, or one that the rules leave out.
+        """
+        orders = {epoch: self.order(epoch) for epoch in {position.epoch for _, position in wanted}}
+        prompts = []
+        for prompt_id, position in wanted:
+            epoch, index = position.epoch, position.index
+            order = orders[epoch]
+            found = int(order[index]) if index < len(order) else None
+            prompt = None if found != prompt_id else self.prompt(prompt_id, epoch, index)
+            if prompt is None:
+                there = "no prompt" if found is None else f"prompt {found}" if found != prompt_id else "one left out"
+                raise DataError(
+                    f"prompt {prompt_id} was drawn at position {index} of epoch {epoch}, and there is {there} now",
+                    "A run is resumed with the --prompt-data that it had.",
+                )
+            prompts.append(prompt)
+        return prompts
+
+    def prompt(self, prompt_id: int, epoch: int, index: int) -> Prompt | None:
+        """The prompt at `index` of `epoch`; None where it is over the limit and is filtered."""
+        row = self.source.row(prompt_id)
+        rules = self.rules
+        try:
+            tokenized = tokenize(
+                self._tokenizer, row, input_key=rules.input_key, apply_chat_template=rules.apply_chat_template
+            )
+        except DataError as error:
+            raise error.at(self.source.where(prompt_id)) from None
+        length = len(tokenized.token_ids)
+        if rules.max_len is not None and length > rules.max_len:
+            if rules.overlong == "filter":
+                return None
+            raise DataError(
+                f"{self.source.where(prompt_id)}: the prompt has {length} tokens, over --rollout-max-prompt-len "
+                f"{rules.max_len}",
+                "Raise it, or leave long prompts out with --overlong-prompts filter.",
+            )
+        return Prompt(prompt_id, epoch, index, tokenized.text, tokenized.token_ids, json.dumps(row).encode())
+
+
 class PromptStream:
     """Prompts one after the other, epoch after epoch, until `num_epoch` epochs are over (None: for ever).
 
@@ -81,8 +134,8 @@ class PromptStream:
             raise DataError(f"--num-epoch is {num_epoch}", "It must be at least 1.")
         self.position = at
         self.filtered = 0
-        self._source, self._tokenizer, self._rules = source, tokenizer, rules
-        self._seed, self._num_epoch, self._ahead = seed, num_epoch, ahead
+        self.reader = PromptReader(source, tokenizer, rules, seed)
+        self._num_epoch, self._ahead = num_epoch, ahead
         self._ready: deque[tuple[Prompt, int]] = deque()
         self._changed = threading.Condition()
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
@@ -169,12 +222,12 @@ class PromptStream:
         epoch, first = self.position.epoch, self.position.index
         while self._num_epoch is None or epoch < self._num_epoch:
             fits = first
-            for index, prompt_id in enumerate(epoch_order(self._seed, epoch, len(self._source)).tolist()):
+            for index, prompt_id in enumerate(self.reader.order(epoch).tolist()):
                 if index < first:
                     continue
                 if self._closed:
                     return
-                prompt = self._prompt(prompt_id, epoch, index)
+                prompt = self.reader.prompt(prompt_id, epoch, index)
                 if prompt is None:
                     filtered += 1
                     continue
@@ -183,30 +236,11 @@ class PromptStream:
                 filtered = 0
             if fits == 0:
                 raise DataError(
-                    f"all {len(self._source)} prompts are longer than --rollout-max-prompt-len {self._rules.max_len}",
+                    f"all {len(self.reader.source)} prompts are longer than --rollout-max-prompt-len "
+                    f"{self.reader.rules.max_len}",
                     "Raise it.",
                 )
             epoch, first = epoch + 1, 0
-
-    def _prompt(self, prompt_id: int, epoch: int, index: int) -> Prompt | None:
-        row = self._source.row(prompt_id)
-        rules = self._rules
-        try:
-            tokenized = tokenize(
-                self._tokenizer, row, input_key=rules.input_key, apply_chat_template=rules.apply_chat_template
-            )
-        except DataError as error:
-            raise error.at(self._source.where(prompt_id)) from None
-        length = len(tokenized.token_ids)
-        if rules.max_len is not None and length > rules.max_len:
-            if rules.overlong == "filter":
-                return None
-            raise DataError(
-                f"{self._source.where(prompt_id)}: the prompt has {length} tokens, over --rollout-max-prompt-len "
-                f"{rules.max_len}",
-                "Raise it, or leave long prompts out with --overlong-prompts filter.",
-            )
-        return Prompt(prompt_id, epoch, index, tokenized.text, tokenized.token_ids, json.dumps(row).encode())
 
 
 def _resolve(waiter: asyncio.Future[None]) -> None:

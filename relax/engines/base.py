@@ -18,7 +18,12 @@ class EngineError(Exception):
 
 
 class RequestRefused(EngineError):
-    """The request cannot be served as it is (length, token ids, parameters): asking again will not help."""
+    """The request of this id cannot be served as it is (length, token ids, parameters): asking again will not help.
+    None of those that were submitted with it is served."""
+
+    def __init__(self, request: str, message: str) -> None:
+        super().__init__(message)
+        self.request = request
 
 
 class BadResult(EngineError):

@@ -152,15 +152,18 @@ class SimulatedEngine:
         ids = set()
         for request in requests:
             if request.id in self._samples or request.id in ids:
-                raise RequestRefused(f"request {request.id} is already running; ids must be unique")
+                raise RequestRefused(request.id, f"request {request.id} is already running; ids must be unique")
             ids.add(request.id)
             if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self._max_model_len:
                 raise RequestRefused(
+                    request.id,
                     f"request {request.id}: a prompt of {len(request.prompt)} tokens and a response of up to "
-                    f"{request.max_tokens} do not fit into {self._max_model_len} tokens"
+                    f"{request.max_tokens} do not fit into {self._max_model_len} tokens",
                 )
             if request.seed is None:
-                raise RequestRefused(f"request {request.id} has no seed, and the length of a sample is drawn from it")
+                raise RequestRefused(
+                    request.id, f"request {request.id} has no seed, and the length of a sample is drawn from it"
+                )
 
     def _sample(self, request: Request, now: float) -> _Sample:
         assert request.seed is not None

@@ -215,11 +215,15 @@ class VllmEngine:
             try:
                 for request in requests:
                     futures.append(await self._add(request))
+                await asyncio.sleep(0)  # they have begun: a task cancelled before would end without the abort
                 return futures
             except BaseException:
                 # All or none: nobody would wait for those that were queued before the one that failed.
+                await asyncio.sleep(0)
                 for future in futures:
                     future.cancel()
+                # They may be asked for again, under the ids that they still hold.
+                await asyncio.gather(*futures, return_exceptions=True)
                 raise
             finally:
                 if hold:
@@ -232,7 +236,7 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         if request.id in self._tasks:
-            raise RequestRefused(f"request {request.id} is already running; ids must be unique")
+            raise RequestRefused(request.id, f"request {request.id} is already running; ids must be unique")
         stop = self._facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
         try:
             parameters = SamplingParams(
@@ -253,7 +257,7 @@ class VllmEngine:
         except EngineDeadError:
             raise self._dead() from None
         except (ValueError, VLLMClientError) as error:
-            raise RequestRefused(f"request {request.id}: {error}") from error
+            raise RequestRefused(request.id, f"request {request.id}: {error}") from error
         task = asyncio.get_running_loop().create_task(self._collect(request, queue), name=f"request {request.id}")
         self._tasks[request.id] = task
         self._queues[request.id] = queue
@@ -366,17 +370,19 @@ class VllmEngine:
     def _check(self, request: Request) -> None:
         n = len(request.prompt)
         if n == 0:
-            raise RequestRefused(f"request {request.id} has an empty prompt")
+            raise RequestRefused(request.id, f"request {request.id} has an empty prompt")
         if request.max_tokens < 1:
-            raise RequestRefused(f"request {request.id} asks for {request.max_tokens} tokens; at least 1")
+            raise RequestRefused(request.id, f"request {request.id} asks for {request.max_tokens} tokens; at least 1")
         if n + request.max_tokens > self._max_model_len:
             raise RequestRefused(
+                request.id,
                 f"request {request.id}: prompt of {n} tokens and response of up to {request.max_tokens} do not fit the "
-                f"engine's {self._max_model_len} (--rollout-max-prompt-len + --rollout-max-response-len)"
+                f"engine's {self._max_model_len} (--rollout-max-prompt-len + --rollout-max-response-len)",
             )
         low, high = int(request.prompt.min()), int(request.prompt.max())
         if low < 0 or high >= self._facts.vocab_size:
             raise RequestRefused(
+                request.id,
                 f"request {request.id}: token id {low if low < 0 else high} is outside the model's vocabulary of "
-                f"{self._facts.vocab_size}; is this the model's own tokenizer?"
+                f"{self._facts.vocab_size}; is this the model's own tokenizer?",
             )

@@ -5,6 +5,7 @@ class with discrete events. Lockstep is the same rule at a maximum staleness of 
 """
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -95,6 +96,7 @@ class Gate:
         self.lead = lead
         self.spare = spare
         self._last = last_batch
+        self._first = first_batch
         self._next = first_batch
         self._started = first_batch
         self._trained = first_batch
@@ -176,8 +178,7 @@ class Gate:
         if self._published is None or version > self._published:
             raise GateError(f"a replica says it serves version {version}; the newest published is {self._published}")
         if group is None:
-            left = self._batches_left(self._next)
-            if self._to_come == 0 or (left is not None and len(self._open) >= self.batch_size * left + self.spare):
+            if self._to_come == 0 or self._room() <= 0:
                 return Refusal.END
             if self.free_slots <= 0:
                 return Refusal.SLOTS
@@ -351,10 +352,15 @@ class Gate:
         self._trained = batch + 1
 
     def published(self, version: int) -> None:
-        """`version` is stored and recorded; versions may be skipped. Frees the slots of what it was trained on."""
-        if version > self._started or version < (self._published or 0):
+        """`version` is stored and recorded; versions may be skipped. Frees the slots of what it was trained on.
+
+        After a resume the version of the cut is the first: an older one would be of another lineage.
+        """
+        least = self._first if self._published is None else self._published
+        if not least <= version <= self._started:
             raise GateError(
-                f"version {version} published, but the newest was {self._published} and {self._started} batches started"
+                f"version {version} published, but the newest was {self._published}, this lineage begins at "
+                f"{self._first} and {self._started} batches started"
             )
         self._published = version
         self._unpublished = {batch: slots for batch, slots in self._unpublished.items() if batch + 1 > version}
@@ -365,6 +371,13 @@ class Gate:
         """The batches from `following` to the last; None while the last is open."""
         last = self.last_batch
         return None if last is None else max(0, last - following + 1)
+
+    def _room(self) -> float:
+        """How many more groups the batches that are left could take; spares are for a batch alone."""
+        left = self._batches_left(self._next)
+        if left is None:
+            return math.inf
+        return self.batch_size * left + (self.spare if left else 0) - len(self._open)
 
     def _capacity(self, deadline: int, following: int) -> int:
         """P cap(w) in groups at w = `deadline`, when `following` is the next batch to commit."""
@@ -412,7 +425,7 @@ class Gate:
         if self.finished:
             return Blocked(self._next, Wait.END)
         missing, unmet = self._missing(), self._first_unmet_deadline()
-        to_come = self.free_slots if self._to_come is None else min(self._to_come, self.free_slots)
+        to_come = min(self.free_slots, self._room(), math.inf if self._to_come is None else self._to_come)
         outstanding = len(self._open) - self._ready_total
         if missing and outstanding + to_come <= missing:
             # Nothing else could fill the batch: every group on its way is waited for.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Seat:
     version: int
-    capacity: int  # groups at a time
+    credit: int  # groups at a time
     held: int = 0
 
 
 class Placement:
     """The loads of the replicas, kept so that a choice among a thousand of them costs no more than one among ten.
 
-    A replica's load is the share of its capacity that is taken; equal loads go by name. The gate's answer depends on
+    A replica's load is the share of its credit that is taken; equal loads go by name. The gate's answer depends on
     the version alone, so it is asked once a version, not once a replica.
     """
 
@@ -24,10 +24,10 @@ class Placement:
         self._heaps: dict[int, list[tuple[float, str]]] = {}  # version -> loads, outdated ones among them
         self._listed: set[tuple[int, float, str]] = set()  # what the heaps hold
 
-    def serves(self, name: str, version: int, capacity: int) -> None:
+    def serves(self, name: str, version: int, credit: int) -> None:
         """The replica has acknowledged `version`; a new one has nothing yet."""
-        seat = self._seats.setdefault(name, _Seat(version, capacity))
-        seat.version, seat.capacity = version, capacity
+        seat = self._seats.setdefault(name, _Seat(version, credit))
+        seat.version, seat.credit = version, credit
         self._list(name, seat)
 
     def gone(self, name: str) -> None:
@@ -59,7 +59,7 @@ class Placement:
         while heap:
             load, name = heap[0]
             seat = self._seats.get(name)
-            if seat is not None and seat.version == version and seat.held / seat.capacity == load < 1:
+            if seat is not None and seat.version == version and seat.held / seat.credit == load < 1:
                 return heap[0]
             heapq.heappop(heap)
             self._listed.discard((version, load, name))
@@ -67,7 +67,7 @@ class Placement:
         return None
 
     def _list(self, name: str, seat: _Seat) -> None:
-        key = (seat.version, seat.held / seat.capacity, name)
+        key = (seat.version, seat.held / seat.credit, name)
         if key[1] < 1 and key not in self._listed:
             self._listed.add(key)
             heapq.heappush(self._heaps.setdefault(seat.version, []), key[1:])

@@ -2,6 +2,9 @@
 
 from relax.gate.verdicts import Blocked, Wait
 
+# After this many rejected draws, as stragglers or for another reason, a prompt is set aside.
+STRIKES = 3
+
 
 class Stragglers:
     """Groups that block a commit for longer than `timeout` seconds, by what `Gate.blocked` names.

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from relax.config.budget import RestartBudget
@@ -17,6 +18,7 @@ from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
+from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
@@ -115,7 +117,7 @@ def _launch(resolved: Resolved, given: Given, command: Command) -> int:
         )
         outcome = supervisor.run()
         view.tick(supervisor.children)
-    return _report(run, outcome)
+    return _report(run, given.own.node, outcome)
 
 
 def _restarted(options: Options) -> frozenset[str]:
@@ -148,19 +150,23 @@ def _open_run(resolved: Resolved, node: str | None) -> RunDir:
     )
 
 
-def _report(run: RunDir, outcome: Outcome) -> int:
+def _report(run: RunDir, node: str | None, outcome: Outcome) -> int:
     for what, place in (("metrics", run.metrics), ("model", run.export_dir), ("samples", run.samples_dir)):
         if place.is_file() or (place.is_dir() and any(place.iterdir())):
             print(f"{what + ':':<14} {place}")
     print(f"{'logs:':<14} bin/relax-logs {run.path}")
+    error = first_error(run, outcome.ended_at, outcome.failed, outcome.since) if outcome.failed else None
     if outcome.failed:
         sys.stdout.flush()
         print(f"failed: {outcome.text}", file=sys.stderr)
-        error = first_error(run, outcome.ended_at, outcome.failed, outcome.since)
         if error is not None:
             print(error, file=sys.stderr)
     else:
         print(outcome.text)
+    try:
+        record(run, node, Ended(datetime.now(UTC), outcome.code, outcome.text, error.line if error else ""))
+    except OSError as problem:
+        print(f"warning: {run.logs_dir} does not say how the run ended: {problem}", file=sys.stderr)
     return outcome.code
 
 

@@ -26,8 +26,11 @@ class FirstError:
 
     def __str__(self) -> str:
         """The details above, the line that tells what happened last."""
-        lines = "".join(f"    {line}\n" for line in self.details.splitlines())
-        return f"{lines}first error of the run: {self.service} at {self.time:%H:%M:%S} UTC: {self.text} ({self.file})"
+        return "".join(f"    {line}\n" for line in self.details.splitlines()) + self.line
+
+    @property
+    def line(self) -> str:
+        return f"first error of the run: {self.service} at {self.time:%H:%M:%S} UTC: {self.text} ({self.file})"
 
 
 def first_error(

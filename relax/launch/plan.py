@@ -57,8 +57,10 @@ def plan(
 
 def mark_of(run: RunDir, node: str | None) -> str:
     """What the processes that one launcher starts carry in their environment. Two launchers of one run on one host
-    (nodes that share it) must not end each other's."""
-    return f"{run.run_id}.{node}" if node else run.run_id
+    (nodes that share it) must not end each other's, nor may what clears up after a dead launcher end the run's next
+    life."""
+    life = f"{run.run_id}-{run.lineage}" if run.lineage else run.run_id
+    return f"{life}.{node}" if node else life
 
 
 def environment(mark: str) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Layout (relax never writes outside these three):
 
-    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl
+    <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
+                 (config, topology and ledger.before-<lineage> are those of the lives before a resume)
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -35,18 +36,32 @@ HOME = "run"
 
 
 class RunDir:
-    """One run as seen from this host. Make it with `create`, `create_or_join` or `load`, never directly.
+    """One run as seen from this host. Make it with `create`, `resume`, `create_or_join` or `load`, never directly.
 
-    The first two take part in the run: they hold the lock until `leave` (or death). `load` only looks.
+    All but the last take part in the run: they hold the lock until `leave` (or death). `load` only looks.
+
+    A run keeps its id through all resumes, for its checkpoints, ledger and manifests are of one run; each is a
+    `lineage` of its own, which begins at batch `cut`. Whatever is left of the one before (a process beyond a broken
+    network, a message under way, a lease, weights) is of another lineage and refused by everybody.
     """
 
-    lineage = 0
-
-    def __init__(self, path: Path, run_id: str, runtime_dir: Path, shm_dir: Path, member: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        runtime_dir: Path,
+        shm_dir: Path,
+        member: int | None = None,
+        *,
+        lineage: int = 0,
+        cut: int = 0,
+    ) -> None:
         self.path = path
         self.run_id = run_id
         self.runtime_dir = runtime_dir
         self.shm_dir = shm_dir
+        self.lineage = lineage
+        self.cut = cut
         self._member = member
 
     @property
@@ -66,6 +81,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def status(self) -> Path:
+        """What the controller alone knows, about once a second."""
+        return self.path / "status.json"
+
+    @property
     def logs_dir(self) -> Path:
         return self.path / "logs"
 
@@ -80,6 +100,11 @@ class RunDir:
     @property
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that this lineage begins from; None where it begins at the beginning."""
+        return self.checkpoints_dir / str(self.cut) if self.cut else None
 
     @property
     def export_dir(self) -> Path:
@@ -123,6 +148,35 @@ class RunDir:
             return cls._open(path, config, topology)
 
     @classmethod
+    def resume(cls, path: Path, cut: int, *, config: str = "", topology: str = "") -> "RunDir":
+        """Goes on with the run at `path` from its checkpoint at batch `cut` (0: from the beginning) as a new lineage,
+        and takes part in it.
+
+        `config` and `topology` take the place of those of the life before, which are kept as
+        config.before-<lineage>.yaml and topology.before-<lineage>.yaml. Raises ConfigError when there is no run, it is
+        alive, or it cannot be written.
+        """
+        path = path.absolute()
+        cls.load(path)
+        with _creating(path, make=False):
+            run = cls.load(path)
+            if _live(path):
+                raise ConfigError([_refusal(path, "a run is going on there", "--resume", "Stop it first.")])
+            with _refusing(path, "--resume", "Make the directory writable."):
+                run.lineage, run.cut = run.lineage + 1, cut
+                run._member = enter(run.runtime_dir, run.shm_dir)
+                try:
+                    for file, text in ((run.config, config), (run.topology, topology)):
+                        _write_whole(file.with_stem(f"{file.stem}.before-{run.lineage}"), file.read_text())
+                        _write_whole(file, text)
+                    run._write_places()
+                except OSError:
+                    os.close(run._member)
+                    remove_if_dead(run.runtime_dir, run.shm_dir)
+                    raise
+        return run
+
+    @classmethod
     def create_or_join(cls, path: Path, *, config: str = "", topology: str = "", deadline: float = 10.0) -> "RunDir":
         """Takes part in the run at `path`; opens it if nobody has: exactly one of any number of callers does.
 
@@ -161,7 +215,7 @@ class RunDir:
 
     @classmethod
     def load(cls, path: Path) -> "RunDir":
-        """Looks at a run without taking part. Raises ConfigError when there is none at `path`."""
+        """Looks at a run without taking part. Raises ConfigError when there is none at `path`, or a damaged one."""
         record = path / "runtime.json"
         if not record.is_file():
             raise ConfigError(
@@ -171,8 +225,14 @@ class RunDir:
                     )
                 ]
             )
-        facts = json.loads(record.read_text())
-        return cls(path.absolute(), facts["run_id"], Path(facts["runtime_dir"]), Path(facts["shm_dir"]))
+        try:
+            facts = json.loads(record.read_bytes())
+            run_id, runtime_dir, shm_dir = (str(facts[name]) for name in ("run_id", "runtime_dir", "shm_dir"))
+            lineage, cut = int(facts.get("lineage", 0)), int(facts.get("cut", 0))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"is a damaged run directory: {record.name} cannot be read ({type(error).__name__}: {error})"
+            raise ConfigError([Violation("--run-dir", str(path), problem, "Name another one.")]) from None
+        return cls(path.absolute(), run_id, Path(runtime_dir), Path(shm_dir), lineage=lineage, cut=cut)
 
     def leave(self, deadline: float = 2.0) -> bool:
         """Ends this process's part in the run; the last one on the host removes sockets and shared memory.
@@ -206,23 +266,33 @@ class RunDir:
         return run
 
     def _write(self, config: str, topology: str) -> None:
+        self.config.write_text(config)
+        self.topology.write_text(topology)
+        self._write_places()
+
+    def _write_places(self) -> None:
         with contextlib.suppress(FileExistsError):
             (self.runtime_dir / HOME).symlink_to(self.path)
         for folder in (self.logs_dir, self.samples_dir, self.weights_dir):
             folder.mkdir(exist_ok=True)
-        self.config.write_text(config)
-        self.topology.write_text(topology)
         facts = {
             "run_id": self.run_id,
+            "lineage": self.lineage,
+            "cut": self.cut,
             "runtime_dir": str(self.runtime_dir),
             "shm_dir": str(self.shm_dir),
             "host": socket.gethostname(),
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         # Renamed into place last: a reader that finds it finds everything else.
-        aside = self.path / ".runtime.json"
-        aside.write_text(json.dumps(facts, indent=2) + "\n")
-        aside.rename(self.path / "runtime.json")
+        _write_whole(self.path / "runtime.json", json.dumps(facts, indent=2) + "\n")
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """`path` holds `text`, or is as it was before."""
+    aside = path.with_name(f".{path.name}")
+    aside.write_text(text)
+    aside.rename(path)
 
 
 def _home(run_id: str) -> Path | None:

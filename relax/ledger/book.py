@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from relax.ledger.changes import Changes
 from relax.ledger.records import BatchRecord, GroupRecord
+from relax.ledger.revived import Revived
 from relax.ledger.states import Accepted, Conservation, LedgerError, Stale, StaleReason, State
 from relax.ledger.store import Ledger
 from relax.protocol.messages import Lease
@@ -22,8 +23,7 @@ class GroupBook:
     `take_back`, `trained`; an act that the life of a group does not have is its error and raises LedgerError.
 
     Groups that ended are forgotten once saved. `save` hands a turn's changes to the ledger; a group that changed more
-    than once in a turn is one row. A resume is a new book of a higher lineage in which the revived groups are drawn in
-    group order with their attempts.
+    than once in a turn is one row. A resume is a new book of a higher lineage that begins with `revive`.
     """
 
     def __init__(self, lineage: int = 0, *, clock: Callable[[], float] = time.time) -> None:
@@ -124,6 +124,13 @@ class GroupBook:
             raise LedgerError(f"group {group} is drawn after group {self._last_drawn}: ids must rise")
         self._last_drawn = group
         self._begin(GroupRecord(group, attempt, prompt_id, epoch, position, self._clock()))
+
+    def revive(self, revived: Revived) -> None:
+        """The groups that a resume takes up again, drawn in group order with their attempts; fences begin anew, as
+        leases of the lineages before are stale anyway. New groups get ids after the last that was ever drawn."""
+        for group in revived.groups:
+            self.draw(group.group, group.prompt_id, group.epoch, group.position, attempt=group.attempt)
+        self._last_drawn = max(self._last_drawn, revived.last_group)
 
     def issue(self, group: int, holder: str, version: int) -> Lease:
         """Gives a pending group to `holder`, which serves `version`; every issue has a new fence."""
@@ -227,14 +234,14 @@ class GroupBook:
 
     # --- to the ledger -----------------------------------------------------------------------------------------------
 
-    def save(self, ledger: Ledger) -> None:
+    def save(self, ledger: Ledger) -> bool:
         """Hands all changes since the last save to the ledger as one transaction.
 
-        If the writer is behind, they stay here and go with the next turn's. Raises LedgerError if the ledger failed or
-        has been behind for too long.
+        If the writer is behind, they stay here and go with the next turn's: False. Raises LedgerError if the ledger
+        failed or has been behind for too long.
         """
         if not ledger.has_room():
-            return
+            return False
         changes = self._changes
         changes.groups = [record.row(self.lineage) for record in self._changed_groups.values()]
         changes.batches = [entry.row(self.lineage) for entry in self._changed_batches.values()]
@@ -242,11 +249,12 @@ class GroupBook:
             self._stale_saved = self.stale.total()
             changes.counters = [(self.lineage, f"stale/{reason}", n) for reason, n in self.stale.items()]
         if not (changes.groups or changes.batches or changes.versions or changes.events or changes.counters):
-            return
+            return True
         self._changes = Changes()
         self._changed_groups = {}
         self._changed_batches = {}
         ledger.write(changes)
+        return True
 
     # --- within ------------------------------------------------------------------------------------------------------
 

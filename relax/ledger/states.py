@@ -82,3 +82,21 @@ class Conservation:
         flying = ", ".join(f"{state.word} {n}" for state, n in sorted(self.in_flight.items()) if n) or "none"
         sign = "=" if self.holds else "!="
         return f"issued {self.issued} {sign} trained {self.trained} + dropped ({dropped}) + in flight ({flying})"
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """drawn = trained + dropped for good(reason) + open, over the groups of a lineage and all that it inherits.
+
+    `drawn` counts ids that were ever given out, the others what became of them: a group that a resume forgot is drawn
+    and nothing else.
+    """
+
+    drawn: int
+    trained: int
+    dropped: Mapping[str, int]
+    open: int
+
+    @property
+    def holds(self) -> bool:
+        return self.drawn == self.trained + sum(self.dropped.values()) + self.open

@@ -14,6 +14,10 @@ _ALIGN = 16
 _KINDS = "iufb"
 
 
+class InStepError(Exception):
+    """Raised by all ranks at the same place of a command, so that they stay in step: the next command can follow."""
+
+
 def broadcast(
     header: dict[str, Any] | None,
     arrays: Mapping[str, np.ndarray] | None = None,
@@ -66,19 +70,25 @@ def sum_metrics(metrics: Mapping[str, tuple[float, float]], groups: list[Any]) -
     return totals
 
 
-def _all_names(names: list[str], group: Any) -> list[str]:
-    text = json.dumps(names).encode()
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The JSON values of all ranks of `group`, by rank, on each of them. Collective over the group."""
     ranks = dist.get_world_size(group)
-    sizes = torch.zeros(ranks, dtype=torch.int64, device=cpu.device())
+    if ranks == 1:
+        return [value]
+    device = torch.device("cpu") if dist.get_backend(group) == "gloo" else cpu.device()
+    text = json.dumps(value).encode()
+    sizes = torch.zeros(ranks, dtype=torch.int64, device=device)
     sizes[dist.get_rank(group)] = len(text)
     dist.all_reduce(sizes, group=group)
-    texts = torch.zeros(ranks, int(sizes.max()), dtype=torch.uint8, device=cpu.device())
-    texts[dist.get_rank(group), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(texts.device)
+    texts = torch.zeros(ranks, int(sizes.max()), dtype=torch.uint8, device=device)
+    texts[dist.get_rank(group), : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     dist.all_reduce(texts, group=group)
     rows = texts.cpu().numpy()
-    return sorted(
-        {name for row, size in zip(rows, sizes.tolist(), strict=True) for name in json.loads(row[:size].tobytes())}
-    )
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+
+def _all_names(names: list[str], group: Any) -> list[str]:
+    return sorted({name for theirs in gather(names, group) for name in theirs})
 
 
 def _describe(arrays: Mapping[str, np.ndarray]) -> list[tuple[str, str, list[int]]]:

@@ -94,6 +94,49 @@ class Optimizer:
             use_distributed_optimizer=False,
         )
         self.megatron = get_megatron_optimizer(config, [network], get_standard_config_overrides(config))
+        self.restart()
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """As before the first step: moments of 0, and float32 copies of the weights as they are now.
+
+        What torch would do at the first step is done here, so that a checkpoint has the same tensors at any step.
+        """
+        for adam in self._adams():
+            if not isinstance(adam, torch.optim.AdamW):
+                raise TypeError(f"{type(adam)} keeps its state in another way than torch's AdamW, which is supported")
+            for parameter in _parameters(adam):
+                adam.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+        self.megatron.reload_model_params()
+
+    def sharded_state(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Moments, and float32 copies of bfloat16 weights, as dist_checkpointing describes them; the data are the live
+        tensors. `model_state`: that of the model, before its factories are applied."""
+        state = self.megatron.sharded_state_dict(model_state)
+        for part in state.values() if len(self.megatron.chained_optimizers) > 1 else [state]:
+            part.get("optimizer", part)["state"].pop("common_step", None)  # see `updates`
+        return state
+
+    @property
+    def updates(self) -> int:
+        """How often the weights were changed; Adam corrects its moments by it. Steps that were skipped do not count."""
+        return max(int(adam.state[p]["step"]) for adam in self._adams() for p in _parameters(adam))
+
+    @updates.setter
+    def updates(self, updates: int) -> None:
+        for adam in self._adams():
+            for parameter in _parameters(adam):
+                adam.state[parameter]["step"].fill_(updates)
+
+    def _adams(self) -> list[torch.optim.Optimizer]:
+        return [part.optimizer for part in self.megatron.chained_optimizers if not part.is_stub_optimizer]
+
+    # --- a step ------------------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         self.megatron.zero_grad()
@@ -121,3 +164,7 @@ class Optimizer:
         parameters = [p for p in self.megatron.get_parameters() if p.grad is not None]
         bad = sum(not bool(torch.isfinite(p.grad).all()) for p in parameters)
         return f"{bad} of this rank's {len(parameters)} parameters have a gradient that is not finite"
+
+
+def _parameters(adam: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in adam.param_groups for parameter in group["params"]]

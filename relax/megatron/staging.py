@@ -23,7 +23,7 @@ class Staging:
         own = [e.parameter for e in network.table if e.stage == grid.pipeline_rank and e.origin != "copy" and held]
         live = network.shards().tensors
         self._network = network
-        self._places = [Shards({name: _host(live[name]) for name in own}, groups) for _ in range(places)]
+        self._places = [Shards({name: host_memory(live[name]) for name in own}, groups) for _ in range(places)]
 
     @torch.no_grad()
     def fill(self, place: int) -> None:
@@ -39,6 +39,7 @@ class Staging:
         return self._places[place]
 
 
-def _host(tensor: Tensor) -> Tensor:
-    """Host memory for a copy, its pages in place: the first touch of a page costs many times the copy into it."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available()).zero_()
+def host_memory(tensor: Tensor) -> Tensor:
+    """Contiguous host memory for a copy, its pages in place: the first touch of a page costs many times the copy."""
+    pin = torch.cuda.is_available()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin).zero_()

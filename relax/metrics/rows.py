@@ -25,13 +25,25 @@ class BatchRows:
     A row is closed when every contributor has reported, or `patience` seconds after the controller has, which it does
     when the batch is trained: then it carries `incomplete: true`. The axes are explicit: `batch` b, `version` b + 1,
     `step` optimizer steps so far, those that only a critic took included.
+
+    A lineage that begins at `first_batch` appends to the rows of the one before. Batches that it trains once more have
+    two rows then, of which the later one counts.
     """
 
-    def __init__(self, path: Path, contributors: frozenset[str], lineage: int, steps_per_batch: int, patience: float):
+    def __init__(
+        self,
+        path: Path,
+        contributors: frozenset[str],
+        lineage: int,
+        steps_per_batch: int,
+        patience: float,
+        first_batch: int = 0,
+    ) -> None:
         self._path, self._contributors, self._lineage = path, contributors, lineage
         self._steps, self._patience = steps_per_batch, patience
         self._open: dict[int, _Open] = {}
-        self._closed = -1
+        self._closed = first_batch - 1
+        _mend(path)
 
     def report(self, batch: int, contributor: str, metrics: dict[str, Metric]) -> None:
         """Take one contributor's share of a batch's row. A second report of the same contributor is a duplicate."""
@@ -71,3 +83,11 @@ class BatchRows:
         line = axes | dict(sorted(row.metrics.values().items())) | ({} if complete else {"incomplete": True})
         with self._path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def _mend(path: Path) -> None:
+    """Cuts off the row that a killed process was writing, which the next one would be appended to."""
+    if path.is_file():
+        with path.open("rb+") as file:
+            whole, newline, _ = file.read().rpartition(b"\n")
+            file.truncate(len(whole) + len(newline))

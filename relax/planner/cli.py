@@ -1,6 +1,5 @@
 """relax-simulate: what a run would do at other bounds on staleness, without starting anything."""
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relax.config.flags import Parser
-from relax.config.violation import ConfigError
+from relax.config.violation import ConfigError, Violation
 from relax.planner.inputs import Inputs, read
 from relax.planner.pipeline import Pipeline, UnusableError
 from relax.planner.prediction import Prediction, recommend
@@ -59,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(reasons: Iterable[str]) -> int:
-    print("refused:", file=sys.stderr)
-    for reason in reasons:
+    told = list(reasons)
+    print(f"refused, for {f'{len(told)} reasons' if len(told) > 1 else '1 reason'}:", file=sys.stderr)
+    for reason in told:
         print(f"  - {reason}", file=sys.stderr)
     return REFUSED
 
@@ -79,34 +79,52 @@ def make_parser() -> Parser:
     parser = Parser("relax-simulate", "Predicts what a run would do, and recommends a bound on staleness.")
     parser.add_argument("topology", type=Path, help="topology file, e.g. topologies/simulated.yaml")
     plan = parser.add_argument_group("Plan")
-    numbers = _list
-    plan.add_argument("--sweep-staleness", type=numbers, metavar="S,...", help="bounds to plan (default: 0,1,2,4,8)")
-    plan.add_argument(
-        "--sweep-lead", type=numbers, metavar="L,...", help="leads to plan with each (default: the run's)"
-    )
-    plan.add_argument(
-        "--within", type=_number(0, 1), default=0.05, metavar="X", help="speed given up for less staleness"
-    )
-    plan.add_argument("--prompts", type=_count, metavar="N", help="size of the prompt data, where it is not at hand")
-    plan.add_argument("--hop-seconds", type=_number(0), default=0.0, metavar="X", help="way of a message (default: 0)")
-    plan.add_argument(
-        "--score-seconds", type=_number(0), default=0.0, metavar="X", help="reward of a group (default: 0)"
-    )
-    plan.add_argument("--load-seconds", type=_number(0), default=0.0, metavar="X", help="a replica's load (default: 0)")
-    plan.add_argument("--plot", type=Path, metavar="FILE", help="write the sweep as a picture: .png, .svg or .pdf")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the predictions as JSON")
+
+    def add(name: str, parse: Parse, metavar: str, text: str, default: Any = None) -> None:
+        plan.add_argument(name, type=_told_later(name, parse), metavar=metavar, default=default, help=text)
+
+    add("--sweep-staleness", _list, "S,...", "bounds to plan (default: 0,1,2,4,8)")
+    add("--sweep-lead", _list, "L,...", "leads to plan with each (default: the run's)")
+    add("--within", _number(0, 1), "X", "share of the best speed given up for less staleness (default: 0.05)", 0.05)
+    add("--prompts", _count, "N", "size of the prompt data, where it is not at hand")
+    add("--hop-seconds", _number(0), "X", "way of a message (default: 0)", 0.0)
+    add("--score-seconds", _number(0), "X", "reward of a group (default: 0)", 0.0)
+    add("--load-seconds", _number(0), "X", "a replica's load of new weights (default: 0)", 0.0)
+    add("--plot", Path, "FILE", "write the sweep as a picture: .png, .svg or .pdf")
+    add("--json", Path, "FILE", "write the predictions as JSON")
     return parser
 
 
-def _number(least: float, most: float = float("inf")) -> Callable[[str], float]:
+Parse = Callable[[str], Any]
+
+
+class _BadValue(ValueError):
+    def __init__(self, problem: str, fix: str) -> None:
+        self.problem, self.fix = problem, fix
+
+
+def _told_later(name: str, parse: Parse) -> Parse:
+    """argparse ends at the first value that is none; this one takes the place of the value, to be told with all."""
+
+    def take(text: str) -> Any:
+        try:
+            return parse(text)
+        except _BadValue as bad:
+            return Violation(name, text, bad.problem, bad.fix, "flag")
+
+    return take
+
+
+def _number(least: float, most: float = float("inf")) -> Parse:
+    limit = f"at least {least:g}" + ("" if most == float("inf") else f" and below {most:g}")
+
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+            raise _BadValue("is not a number", f"Give a number of {limit}.") from None
         if not least <= value < most:
-            limit = f"at least {least:g}" + ("" if most == float("inf") else f" and below {most:g}")
-            raise argparse.ArgumentTypeError(f"{text!r} is out of range: give a value of {limit}")
+            raise _BadValue("is out of range", f"Give a number of {limit}.")
         return value
 
     return parse
@@ -114,14 +132,14 @@ def _number(least: float, most: float = float("inf")) -> Callable[[str], float]:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+        raise _BadValue("is not a whole number above 0", "Give the number of prompts.")
     return int(text)
 
 
 def _list(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers like 0,1,2,4")
+        raise _BadValue("is not a list of whole numbers", "Write one like 0,1,2,4.")
     return sorted({int(part) for part in parts})
 
 

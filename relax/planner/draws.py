@@ -8,9 +8,6 @@ from relax.data.seeds import sample_seed
 from relax.data.stream import epoch_order
 from relax.simulation.lengths import LengthModel
 
-# After this many rejected draws a prompt is set aside.
-STRIKES = 3
-
 
 class Lengths:
     """Response lengths of each draw, in tokens: a function of (seed, epoch, prompt id, sample index, attempt).

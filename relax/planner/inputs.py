@@ -1,11 +1,12 @@
 """From a run's options and topology to the settings that are planned."""
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax.config.checks import check_options
+from relax.config.checks import check_options, located
 from relax.config.fields import flag
 from relax.config.flags import Given
 from relax.config.options import Options
@@ -51,8 +52,10 @@ def read(given: Given) -> Inputs:
     """Checks a run and its sweep as the launcher would, but for what needs the machines of the run. Raises ConfigError
     with every reason."""
     own = given.own
-    resolved = resolve(given.options, own.topology, given.violations, given.suspects)
-    resolved = accepted(resolved, _checks, lambda r: check_simulation(r.options), lambda r: _plot(own.plot))
+    # Arguments that are none came back as their refusals, so that all of them are told.
+    faults = [value for value in vars(own).values() if isinstance(value, Violation)]
+    resolved = resolve(given.options, own.topology, [*given.violations, *faults], given.suspects)
+    resolved = accepted(resolved, _checks, _models, lambda _: [*_picture(own.plot), *_place(own.plot, own.json)])
     options = resolved.options
     prompts = own.prompts or prompt_count(options)
     if prompts is None:
@@ -78,8 +81,9 @@ def read(given: Given) -> Inputs:
 
 
 def _checks(resolved: Resolved) -> Iterator[Violation]:
-    # The launcher refuses these where no engine is simulated; here they are what is asked.
-    yield from (v for v in check_options(resolved) if not v.option.startswith("--sim-"))
+    # The launcher refuses --sim-... where no engine is simulated; here they are what is asked. And no port is opened.
+    other = ("--sim-", "--keys", "--insecure")
+    yield from (v for v in check_options(resolved) if not v.option.startswith(other))
     if is_simulated(resolved.topology):
         return
     for name in MEASURED:
@@ -89,14 +93,28 @@ def _checks(resolved: Resolved) -> Iterator[Violation]:
             yield Violation(flag(name), "", problem, fix)
 
 
-def _plot(path: Path | None) -> list[Violation]:
-    if path is None:
-        return []
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        return [Violation("--plot", str(path), "is no kind of picture", "Name a .png, .svg or .pdf file.", "flag")]
-    if not path.absolute().parent.is_dir():
-        return [Violation("--plot", str(path), "its directory does not exist", "Create it first.", "flag")]
-    return []
+def _models(resolved: Resolved) -> list[Violation]:
+    assert resolved.topology is not None
+    return located(resolved, check_simulation(resolved.options, len(resolved.topology.role("rollout"))))
+
+
+def _picture(path: Path | None) -> Iterator[Violation]:
+    if path is not None and path.suffix not in (".png", ".svg", ".pdf"):
+        yield Violation("--plot", str(path), "is no kind of picture", "Name a .png, .svg or .pdf file.", "flag")
+
+
+def _place(plot: Path | None, record: Path | None) -> Iterator[Violation]:
+    """A plan may take minutes, which are lost where its result finds no place."""
+    for name, path in (("--plot", plot), ("--json", record)):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            yield Violation(name, str(path), "its directory does not exist", "Create it first.", "flag")
+        elif path.is_dir():
+            yield Violation(name, str(path), "is a directory", "Name a file.", "flag")
+        elif not os.access(path if path.exists() else folder, os.W_OK):
+            yield Violation(name, str(path), "cannot be written", "Name a file that can.", "flag")
 
 
 def _setting(resolved: Resolved, own: argparse.Namespace) -> Setting:
@@ -140,6 +158,8 @@ def _without(setting: Setting, points: Sequence[Setting]) -> Iterator[str]:
         yield "S = 0 is planned without --partial-rollout, which cannot act there"
     if setting.over_sampling is not None and any(point.over_sampling is None for point in points):
         yield "S > 0 is planned without --over-sampling-batch-size, which cannot act there"
+    if setting.straggler_timeout is not None and any(point.straggler_timeout is None for point in points):
+        yield "L = 0 is planned without --straggler-timeout 0, which cannot act there"
 
 
 def _text(numbers: list[int] | None) -> str:

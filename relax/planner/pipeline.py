@@ -1,4 +1,4 @@
-"""The pipeline of a run as discrete events: controller, replicas, stages, trainer and publisher around the gate.
+"""The pipeline of a run as discrete events: the controller, and around it replicas, stages and a trainer.
 
 The gate is the controller's own class, so what may be issued and committed is decided here by the very rule that
 decides it in a run. The rest mirrors the services: a replica is chosen as the controller chooses it, closes admission
@@ -6,19 +6,21 @@ at an announcement and drains (or pauses, with partial rollouts), the actor publ
 """
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
-
-import simpy
 
 from relax.gate import Batch, Gate
 from relax.gate.placement import Placement
-from relax.gate.stragglers import Stragglers
-from relax.planner.draws import STRIKES, Draws, Lengths
+from relax.gate.stragglers import STRIKES, Stragglers
+from relax.planner.draws import Draws, Lengths
+from relax.planner.events import Events
 from relax.planner.prediction import Prediction
+from relax.planner.replica import Replica
 from relax.planner.setting import Setting
-from relax.planner.slots import Run, Slots
+from relax.planner.slots import Run
+from relax.planner.trainer import Trainer
 
 # How often within --straggler-timeout it is asked who blocks a commit.
 LOOKS = 20
@@ -32,20 +34,6 @@ class UnusableError(RuntimeError):
     """The run would end by itself: a batch's worth of prompts in a row would be set aside."""
 
 
-class Replica:
-    """A replica as its own process sees it. `version` is the one it serves, `newest` the one announced last."""
-
-    def __init__(self, name: str, slots: Slots) -> None:
-        self.name, self.slots = name, slots
-        self.version = self.newest = -1
-        self.loading = False
-        self.waiting: deque[Run] = deque()  # for admission
-
-    @property
-    def open(self) -> bool:
-        return not self.loading and self.version == self.newest >= 0
-
-
 class Pipeline:
     """One run of one setting. `predict` plays it to its end."""
 
@@ -56,42 +44,44 @@ class Pipeline:
         self.gate = Gate(setting.batch_size, setting.max_staleness, setting.lead, last, spare=spare)
         self.draws = Draws(lengths.total)
         self.placement = Placement()
+        self._events = Events()
         self.replicas = {
-            name: Replica(name, Slots(setting.slots, speed))
+            name: Replica(name, speed, setting, self._events, self._at_end, partial(self._hop, self._serving))
             for name, speed in zip(setting.replicas, setting.speeds, strict=True)
         }
+        self.trainer = Trainer(
+            setting,
+            self._events,
+            started=partial(self._hop, self._started),
+            trained=partial(self._hop, self._trained),
+            stored=partial(self._hop, self._published),
+        )
         self._team = sorted(setting.replicas)
         self._lockstep = setting.max_staleness == 0
-        self._env = simpy.Environment()
         self._acknowledged: dict[str, int] = {}
         self._held: dict[str, dict[int, Run]] = {name: {} for name in setting.replicas}  # issued, not sampled
         self._open: dict[int, Run] = {}  # by group, until it is trained or dropped
-        self._to_train = simpy.Store(self._env)
         self._stream_end_told = False
-        self._wanted, self._publishing = 0, False
         timeout = setting.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._next_look = 0.0
         self._will_look = False
         self._unusable_in_a_row = 0
         # What came of it.
-        self.events = self.issued = self.trained_groups = self.trained_tokens = 0
+        self.issued = self.trained_groups = self.trained_tokens = 0
         self.dropped: Counter[str] = Counter()
         self.dropped_tokens = 0
         self.staleness: Counter[int] = Counter()
-        self.train_busy = 0.0
         self.began_at: float | None = None  # the first issue
-        self.ended_at = 0.0  # of the last batch trained
 
     def predict(self) -> Prediction:
         """Raises UnusableError where the run would give up, PlanError when an invariant does not hold at the end."""
         began = time.perf_counter()
-        self._env.process(self._train())
-        self._announce(0)
-        self._env.run()
+        self._published(0)
+        self._events.run()
         self._check()
         assert self.began_at is not None
-        s, seconds = self.setting, self.ended_at - self.began_at
+        s, seconds = self.setting, self.trainer.ended_at - self.began_at
         batches = self.gate.version
         return Prediction(
             setting=s,
@@ -99,14 +89,14 @@ class Pipeline:
             batches=batches,
             groups=self.trained_groups,
             tokens=self.trained_tokens,
-            trainer_idle=1 - self.train_busy / seconds if seconds else 0.0,
+            trainer_idle=1 - self.trainer.busy / seconds if seconds else 0.0,
             slots_idle=1 - sum(r.slots.busy for r in self.replicas.values()) / (seconds * s.slot_seconds),
             staleness=dict(sorted(self.staleness.items())),
             dropped=dict(self.dropped),
             dropped_tokens=self.dropped_tokens,
             dropped_samples=self.dropped.total() * s.samples,
             issued=self.issued,
-            events=self.events,
+            events=self._events.count,
             wall_seconds=time.perf_counter() - began,
         )
 
@@ -120,58 +110,67 @@ class Pipeline:
         if max(self.staleness, default=0) > self.setting.max_staleness:
             raise PlanError(f"a group of staleness {max(self.staleness)} was trained")
 
-    def _after(self, seconds: float, act: Callable[..., None], *args: Any) -> None:
-        if seconds <= 0:
-            act(*args)
-            return
-        self.events += 1
-        self._env.timeout(seconds).callbacks.append(lambda _: act(*args))
+    def _hop(self, act: Callable[..., None], *args: Any) -> None:
+        """`act` when a message sent now has come."""
+        self._events.after(self.setting.hop_seconds, act, *args)
 
     # --- controller --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Everything that may happen now, happens now."""
+        """Everything that may happen now, happens now, in the order in which the controller does it."""
         if not self._stream_end_told and self.draws.stream_ended:
             self._stream_end_told = True
             self.gate.end(to_come=self.draws.waiting)
-        self._issue()
-        self._commit()
         if self._stragglers is not None:
-            if self._env.now >= self._next_look:
+            if self._events.now >= self._next_look:
                 self._look(self._stragglers)
             else:
                 self._look_later()
+        self._commit()
+        self._issue()
 
     def _look(self, stragglers: Stragglers) -> None:
         """Drop what has blocked a commit for too long. To ask costs as much as there are open groups, so it is asked
         often within a timeout and not at every event."""
+        if self.gate.can_commit():
+            return
         blocked = self.gate.blocked()
-        overdue = stragglers.overdue(blocked, self._env.now)
+        overdue = stragglers.overdue(blocked, self._events.now)
         pause = stragglers.timeout / LOOKS
-        self._next_look = self._env.now + pause
+        self._next_look = self._events.now + pause
         if blocked.groups and pause > 0:
             self._look_later()
-        if overdue:
-            # As many as it takes, the least advanced first.
-            late = sorted(overdue, key=lambda group: group not in self._held[self._open[group].holder])
-            for group in late[: blocked.needed]:
-                draw = self._open[group].draw
-                again = draw.attempt + 1 < STRIKES
-                self.gate.drop(group, again=again)
-                self._cancel((group,), "straggler" if again else "set_aside")
-                if again:
-                    self.draws.again(draw)
-                else:
-                    self._unusable_in_a_row += 1
-            if self._unusable_in_a_row >= self.setting.batch_size:
-                told = f"{self._unusable_in_a_row} prompts in a row were too slow for --straggler-timeout"
-                raise UnusableError(f"{told} {stragglers.timeout:g} three times each")
-            self._turn()
+        # Only what is still to be sampled can be a straggler: the way from there is no longer for another draw.
+        late = [group for group in overdue if self._is_sampled_now(group)]
+        coming = sum(not self._is_sampled_now(group) for group in blocked.groups)
+        if late := late[: max(0, blocked.needed - coming)]:
+            self._give_up(late)
+
+    def _is_sampled_now(self, group: int) -> bool:
+        return group in self._held[self._open[group].holder]
+
+    def _give_up(self, groups: Iterable[int]) -> None:
+        """These draws end; their prompts are drawn again, or leave the run where that happened too often."""
+        reasons = {}
+        for group in groups:
+            draw = self._open[group].draw
+            again = draw.attempt + 1 < STRIKES
+            self.gate.drop(group, again=again)
+            if again:
+                self.draws.again(draw)
+            else:
+                self._unusable_in_a_row += 1
+            reasons[group] = "straggler" if again else "set_aside"
+        if self._unusable_in_a_row >= self.setting.batch_size:
+            told = f"{self._unusable_in_a_row} prompts in a row were too slow for --straggler-timeout"
+            raise UnusableError(f"{told} {self.setting.straggler_timeout:g} three times each")
+        # Last: a replica that becomes free by it may report at once, and the next turn begins.
+        self._cancel(reasons)
 
     def _look_later(self) -> None:
         if not self._will_look:
             self._will_look = True
-            self._after(self._next_look - self._env.now, self._look_now)
+            self._events.after(self._next_look - self._events.now, self._look_now)
 
     def _look_now(self) -> None:
         self._will_look = False
@@ -190,7 +189,7 @@ class Pipeline:
             if place is None:
                 return
             if self.began_at is None:
-                self.began_at = self._env.now
+                self.began_at = self._events.now
             name, version = place
             self.gate.issue(draw.group, version)
             self.draws.issued(draw)
@@ -198,7 +197,7 @@ class Pipeline:
             self._held[name][draw.group] = run
             self.issued += 1
             self.placement.took(name)
-            self._after(self.setting.hop_seconds, self._arrive, self.replicas[name], run)
+            self._hop(self.replicas[name].arrive, run)
 
     def _place(self, group: int, team: list[str]) -> tuple[str, int] | None:
         if team:
@@ -213,17 +212,14 @@ class Pipeline:
         assert isinstance(batch, Batch)
         if batch.surplus:
             self.draws.give_back([self._open[group].draw for group in batch.surplus])
-            self._cancel(batch.surplus, "surplus")
+            self._cancel(dict.fromkeys(batch.surplus, "surplus"))
         # To advantages, which assembles it, and on to the actor.
-        self._after(2 * self.setting.hop_seconds, self._hand_over, batch)
+        self._events.after(2 * self.setting.hop_seconds, self.trainer.take, batch)
 
-    def _hand_over(self, batch: Batch) -> None:
-        self._to_train.put(batch)
-
-    def _cancel(self, groups: Iterable[int], reason: str) -> None:
-        """These draws are dropped; what still runs of them ends when their replicas hear of it."""
+    def _cancel(self, reasons: dict[int, str]) -> None:
+        """These groups are dropped, each for its reason; what runs of them ends when their replicas hear of it."""
         at: dict[str, set[int]] = {}
-        for group in groups:
+        for group, reason in reasons.items():
             run = self._open.pop(group)
             run.cancelled = True
             self.dropped[reason] += 1
@@ -232,7 +228,13 @@ class Pipeline:
                 self.placement.gave(run.holder)
                 at.setdefault(run.holder, set()).add(group)
         for name, held in at.items():
-            self._after(self.setting.hop_seconds, self._released, self.replicas[name], held)
+            self._hop(self.replicas[name].release, held)
+
+    # --- what the replicas say ---------------------------------------------------------------------------------------
+
+    def _at_end(self, run: Run) -> None:
+        self._hop(self._sampled, run)
+        self._events.after(self.setting.hop_seconds + self._way_to_ready, self._ready, run)
 
     def _sampled(self, run: Run) -> None:
         if run.cancelled:
@@ -265,89 +267,7 @@ class Pipeline:
                 self.gate.acknowledged(group, version)
         self._turn()
 
-    # --- replicas ----------------------------------------------------------------------------------------------------
-
-    def _arrive(self, replica: Replica, run: Run) -> None:
-        if run.cancelled:
-            return
-        if replica.open:
-            self._enter(replica, run)
-        else:
-            replica.waiting.append(run)
-
-    def _enter(self, replica: Replica, run: Run) -> None:
-        run.oldest = replica.version
-        replica.slots.enter(run, self._env.now)
-        self._expect(replica, run)
-
-    def _expect(self, replica: Replica, run: Run) -> None:
-        self.events += 1
-        end = run.end
-        self._env.timeout(end - self._env.now).callbacks.append(lambda _: self._end(replica, run, end))
-
-    def _end(self, replica: Replica, run: Run, expected: float) -> None:
-        if run.cancelled or run.end != expected:
-            return
-        replica.slots.leave(run)
-        self._after(self.setting.hop_seconds, self._sampled, run)
-        self._after(self.setting.hop_seconds + self._way_to_ready, self._ready, run)
-        self._update(replica)
-
-    def _released(self, replica: Replica, groups: set[int]) -> None:
-        for run in replica.slots.cancel(groups, self._env.now):
-            self._expect(replica, run)
-        self._update(replica)
-
-    def _announced(self, replica: Replica, version: int) -> None:
-        replica.newest = max(replica.newest, version)
-        self._update(replica)
-
-    def _update(self, replica: Replica) -> None:
-        """Load what was announced last, once nothing runs; with partial rollouts at once."""
-        if replica.loading or replica.version == replica.newest:
-            return
-        seconds = self.setting.load_seconds
-        if self.setting.partial_rollout:
-            if seconds > 0:
-                for run in replica.slots.pause(seconds, self._env.now):
-                    self._expect(replica, run)
-        elif replica.slots.running:
-            return
-        replica.loading = True
-        self._after(seconds, self._loaded, replica, replica.newest)
-
-    def _loaded(self, replica: Replica, version: int) -> None:
-        replica.version, replica.loading = version, False
-        now, running = self._env.now, set()
-        for run in replica.slots.running.values():
-            if min(run.starts) < now:
-                running.add(run.draw.group)
-            if min(run.ends if self.setting.mask_offpolicy else run.starts) >= now:
-                # Its first token, or every sample's newest version, is of these weights.
-                run.oldest = version
-        self._after(self.setting.hop_seconds, self._serving, replica.name, version, frozenset(running))
-        self._update(replica)
-        while replica.waiting and replica.open:
-            run = replica.waiting.popleft()
-            if not run.cancelled:
-                self._enter(replica, run)
-
-    # --- trainer -----------------------------------------------------------------------------------------------------
-
-    def _train(self) -> Generator[simpy.Event, Any, None]:
-        setting = self.setting
-        while True:
-            batch: Batch = yield self._to_train.get()
-            self._after(setting.hop_seconds, self._started, batch)
-            self.train_busy += setting.train_seconds
-            self.events += 2
-            yield self._env.timeout(setting.train_seconds)
-            self.ended_at = self._env.now
-            self._after(setting.hop_seconds, self._trained, batch)
-            version = batch.index + 1
-            if version % setting.interval == 0:
-                self._wanted = version
-                self._publish()
+    # --- what the trainer says ---------------------------------------------------------------------------------------
 
     def _started(self, batch: Batch) -> None:
         self.gate.started(batch.index)
@@ -361,20 +281,8 @@ class Pipeline:
             self.trained_tokens += sum(self._open.pop(group).tokens)
         self._turn()
 
-    def _publish(self) -> None:
-        """Beside the next step; what a newer version overtakes meanwhile is skipped."""
-        if not self._publishing:
-            self._publishing = True
-            self._after(self.setting.publish_seconds, self._stored, self._wanted)
-
-    def _stored(self, version: int) -> None:
-        self._publishing = False
-        self._after(self.setting.hop_seconds, self._announce, version)
-        if self._wanted > version:
-            self._publish()
-
-    def _announce(self, version: int) -> None:
+    def _published(self, version: int) -> None:
         self.gate.published(version)
         for replica in self.replicas.values():
-            self._after(self.setting.hop_seconds, self._announced, replica, version)
+            self._hop(replica.announce, version)
         self._turn()

@@ -118,8 +118,8 @@ def _drops(p: Prediction) -> str:
     trained = p.tokens / (p.groups * p.setting.samples)
     dropped = p.dropped_tokens / p.dropped_samples
     return (
-        f"{p.setting}: of {p.issued:,} draws {reasons} are dropped; a trained sample has {trained:.0f} tokens, a "
-        f"dropped one would have had {dropped:.0f}."
+        f"{p.setting}: dropped of {p.issued:,} draws: {reasons}; a trained sample has {trained:.0f} tokens, a dropped "
+        f"one would have had {dropped:.0f}."
     )
 
 

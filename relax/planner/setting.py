@@ -49,12 +49,13 @@ class Setting:
 
     def at(self, max_staleness: int, lead: int) -> "Setting":
         """The same run with another bound, without the options that would be refused there: partial rollouts in
-        lockstep, over-sampling anywhere else."""
-        lockstep = max_staleness == 0
+        lockstep, over-sampling anywhere else, a straggler timeout of 0 without a lead."""
+        lockstep, lead = max_staleness == 0, min(lead, max_staleness)
         return replace(
             self,
             max_staleness=max_staleness,
-            lead=min(lead, max_staleness),
+            lead=lead,
+            straggler_timeout=None if self.straggler_timeout == 0 and lead == 0 else self.straggler_timeout,
             partial_rollout=self.partial_rollout and not lockstep,
             mask_offpolicy=self.mask_offpolicy and not lockstep,
             over_sampling=self.over_sampling if lockstep else None,

@@ -83,6 +83,7 @@ class Members:
 
 
 # service -> controller, every heartbeat interval. `counters` only grow: seconds waited by reason, tokens generated, ...
+# `gauges` are as they were measured last: `rss_bytes`, the resident memory of the service and its children.
 # Reply: HeartbeatReceived.
 @message
 class Heartbeat:
@@ -90,6 +91,7 @@ class Heartbeat:
     incarnation: str
     activity: str
     counters: dict[str, float]
+    gauges: dict[str, float]
 
 
 # controller -> service, reply to Heartbeat.
@@ -303,13 +305,17 @@ class Announce:
     manifest: bytes
 
 
-# rollout -> controller: this version is loaded and every further token is sampled by it. `capacity` is how many groups
+# rollout -> controller: this version is loaded and every further token is sampled by it. `credit` is how many groups
 # the replica takes at a time; `running` names the groups that went on through the update and may have older tokens.
 @message
 class Serving:
     version: int
-    capacity: int
+    credit: int
     running: tuple[Lease, ...]
+
+    def __post_init__(self) -> None:
+        if self.credit < 1:
+            raise ValueError(f"credit = {self.credit}: a replica takes at least one group at a time")
 
 
 # a node's weight agent -> actor (or an agent that has the version), for each chunk its node lacks. Reply: Chunk.
@@ -357,6 +363,29 @@ class ValuesRequest:
 @message
 class Values:
     values: np.ndarray
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+# controller -> actor, critic and a refreshed reference, at a cut: write the state that was copied when the batch before
+# `batch` was trained, to <checkpoints>/<directory>/<role>, a new directory. Without a directory: forget that copy.
+# Reply: Saved.
+@message
+class Save:
+    batch: int
+    directory: str
+
+    def __post_init__(self) -> None:
+        if self.directory:
+            file_name(self.directory, "the checkpoint directory")
+
+
+# actor, critic or reference -> controller, reply to Save. `problem` says why the part was not written, or nothing.
+@message
+class Saved:
+    batch: int
+    problem: str
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from relax.megatron.staging import Staging
 from relax.metrics import Metric, Metrics
 from relax.protocol.tensors import Arrays
 from relax.services.ranks import command, in_lane
+from relax.services.saved_work import SavedWork
 
 PUBLICATION = "publication"
 """The lane in which staged weights are read."""
@@ -25,7 +26,7 @@ STAGED_VERSIONS = 2
 """One that is read, and the newest."""
 
 
-class ActorWork:
+class ActorWork(SavedWork):
     """The policy and what is done with it."""
 
     def __init__(self, options: Options, total_steps: int | None) -> None:
@@ -34,6 +35,7 @@ class ActorWork:
         self.spec = registry.get(options.advantage_estimator)
         self.policy = Policy(options, options.hf_checkpoint, total_steps)
         self.staging = Staging(self.policy.network, STAGED_VERSIONS)
+        self.saves(self.policy.network, self.policy)
 
     @command
     def train(self, batch: Arrays) -> dict[str, Metric]:

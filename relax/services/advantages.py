@@ -55,6 +55,7 @@ class Advantages(Service):
         self.spec = registry.get(self.options.advantage_estimator)
         needed = services_needed(self.options)
         self.has_reference, self.has_critic = "reference" in needed, "critic" in needed
+        self._coming: dict[int, Lease] = {}  # group -> its newest draw, while that is fetched and filtered
         self.groups: dict[int, ScoredGroup] = {}
         self._incomplete = 0  # groups with too few rewards, since the last batch
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -73,19 +74,30 @@ class Advantages(Service):
     # --- groups ------------------------------------------------------------------------------------------------------
 
     async def on_scored(self, message: Scored, sender: Any) -> None:
-        self.spawn(self._take(message), f"group {message.order.lease.group}")
+        lease = message.order.lease
+        held, coming = self.groups.get(lease.group), self._coming.get(lease.group, lease)
+        if lease.fence >= max(coming.fence, -1 if held is None else held.order.lease.fence):
+            self._coming[lease.group] = lease
+            self.spawn(self._take(message), f"group {lease.group}")
 
     def holds(self) -> Iterable[Lease]:
         return [group.order.lease for group in self.groups.values()]
 
     async def _take(self, message: Scored) -> None:
-        with self.working_on(message.order.lease):
+        lease = message.order.lease
+        with self.working_on(lease):
             await self._weigh(message)
+        if self._is_coming(lease):
+            del self._coming[lease.group]
+
+    def _is_coming(self, lease: Lease) -> bool:
+        """Whether the draw has neither ended nor been followed by another one while it was looked at here."""
+        return self._coming.get(lease.group) == lease
 
     async def _weigh(self, message: Scored) -> None:
         lease = message.order.lease
         sampled = await take_group(self, self.payloads, lease, message.payload)
-        if sampled is None:
+        if sampled is None or not self._is_coming(lease):
             return
         try:
             reason = await self._unwanted(message, sampled)
@@ -93,12 +105,11 @@ class Advantages(Service):
             self.log.warning("filter_failed", group=lease.group, detail=str(error))
             self.report(Rejected(lease, self.role, "filter_failed", str(error)))
             return
+        if not self._is_coming(lease):
+            return
         if reason is not None:
             self._incomplete += reason == signal.TOO_FEW_REWARDS
             self.report(Filtered(lease, reason))
-            return
-        held = self.groups.get(lease.group)
-        if held is not None and held.order.lease.fence > lease.fence:
             return
         group = self.groups[lease.group] = ScoredGroup(message.order, sampled, message.rewards)
         if self.has_reference:
@@ -125,7 +136,9 @@ class Advantages(Service):
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:
-            held = self.groups.get(lease.group)
+            coming, held = self._coming.get(lease.group), self.groups.get(lease.group)
+            if coming is not None and coming.fence <= lease.fence:
+                del self._coming[lease.group]
             if held is not None and held.order.lease.fence <= lease.fence:
                 del self.groups[lease.group]
 

@@ -6,6 +6,8 @@ happen now: issue what the gate lets be issued, commit the batch it lets be comm
 """
 
 import asyncio
+import os
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +17,10 @@ from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
+from relax.gate.verdicts import GateError
 from relax.ledger.book import GroupBook
-from relax.ledger.store import Ledger
+from relax.ledger.revived import Revived
+from relax.ledger.states import LedgerError
 from relax.metrics.rows import BatchRows
 from relax.protocol.errors import ProtocolError
 from relax.protocol.messages import (
@@ -52,12 +56,16 @@ from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
 from relax.services.control.health import trouble
 from relax.services.control.issue import Issue
+from relax.services.control.opening import open_ledger, open_prompts
 from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
 from relax.services.control.replicas import Replicas
+from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
+from relax.status.snapshot import Seen, Snapshot
+from relax.weights.errors import WeightError
 
 CHECK_SECONDS = 0.25
 # How long the rows of a finished run wait for a contributor.
@@ -78,7 +86,10 @@ class Controller(Service):
         spare = 0 if o.over_sampling_batch_size is None else o.over_sampling_batch_size - o.rollout_batch_size
         extra = services_needed(o)
         trainers = frozenset({"actor"}) | (extra & {"critic"})
-        self.gate = gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, spare=spare)
+        cut = context.cut
+        self.gate = gate = Gate(
+            o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare
+        )
         self.book = book = GroupBook(self.lineage)
         self.registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
         self.rows = BatchRows(
@@ -87,6 +98,7 @@ class Controller(Service):
             self.lineage,
             o.num_steps_per_rollout,
             END_SECONDS,
+            first_batch=cut,
         )
         self.draws, self.replicas, self.outbox, self.pace = Draws(), Replicas(), Outbox(), Pace()
         draws, replicas, outbox, pace = self.draws, self.replicas, self.outbox, self.pace
@@ -106,7 +118,13 @@ class Controller(Service):
             pace,
             outbox,
             self.of_role,
+            self.resident_bytes,
         )
+        now = time.time()
+        me = Seen(
+            self.name, self.role, context.node, os.getpid(), self.incarnation, True, now, now, self.activity, None
+        )
+        self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me)
         self._stream_end_told = False
         self._finishing = False
         self._started_at = self._moved = time.monotonic()
@@ -115,31 +133,40 @@ class Controller(Service):
 
     def handlers(self) -> dict[type, Any]:
         self.mailbox.on(Hello, self.on_hello, strangers=True)
-        reports: dict[type, Callable[[Any, Any], None]] = {
-            Serving: self.weights.serving,
-            Published: self.weights.published,
-            Sampled: self.groups.sampled,
-            RewardDone: self.groups.reward_done,
-            Ready: self.groups.ready,
-            Filtered: self.groups.filtered,
-            Rejected: self.groups.rejected,
-            HandedBack: self.groups.handed_back,
-            Leaving: self.leaving,
-            Started: self.batches.started,
-            Assembled: self.batches.assembled,
-            Trained: self.batches.trained,
+        reports: dict[type, tuple[Callable[[Any, Any], None], tuple[str, ...]]] = {
+            Serving: (self.weights.serving, ("rollout",)),
+            Published: (self.weights.published, ("actor",)),
+            Sampled: (self.groups.sampled, ("rollout",)),
+            RewardDone: (self.groups.reward_done, ("reward",)),
+            Ready: (self.groups.ready, ("advantages",)),
+            Filtered: (self.groups.filtered, ("advantages",)),
+            Rejected: (self.groups.rejected, ("rollout", "reward", "advantages")),
+            HandedBack: (self.groups.handed_back, ("rollout", "reward", "advantages")),
+            Leaving: (self.leaving, ("rollout",)),
+            Started: (self.batches.started, ("actor",)),
+            Assembled: (self.batches.assembled, ("advantages",)),
+            Trained: (self.batches.trained, ("actor", "critic")),
         }
         asked: dict[type, Any] = {Register: self.on_register, Heartbeat: self.on_heartbeat}
-        return asked | {kind: self._report(take) for kind, take in reports.items()}
+        return asked | {kind: self._report(take, roles) for kind, (take, roles) in reports.items()}
 
-    def _report(self, take: Callable[[Any, Any], None]) -> Any:
+    def _report(self, take: Callable[[Any, Any], None], roles: tuple[str, ...]) -> Any:
+        """Only members of these roles are believed. A report that contradicts what is known is a fault of its sender,
+        and of the run, since nothing else that it says can be trusted."""
+
         async def handle(message: Any, sender: Any) -> None:
+            what, role = f"{sender.name} sends {type(message).__name__}", self.registry.role(sender.name)
             # What a life that has ended still said was decided without it.
-            if self.registry.is_member(sender.name, sender.incarnation):
+            if not self.registry.is_member(sender.name, sender.incarnation):
+                self.log.info("report_of_no_member", sender=sender.name, kind=type(message).__name__)
+                return
+            if role not in roles:
+                raise ServiceError(f"{what}, which only {' and '.join(roles)} do")
+            try:
                 take(message, sender)
-                self._woken.set()
-            else:
-                self.counters["late_reports"] += 1
+            except (GateError, LedgerError, WeightError) as error:
+                raise ServiceError(f"{what}, which cannot be: {error}") from error
+            self._woken.set()
 
         return handle
 
@@ -150,21 +177,28 @@ class Controller(Service):
         """Others join here; the controller is a member of nothing."""
 
     async def prepare(self) -> None:
-        self.ledger = Ledger(self.run.ledger, run_id=self.run.run_id, lineage=self.lineage)
-        self.stream = await asyncio.to_thread(self._open_stream)
-        self.draws.begin(self.stream)
+        self.ledger, revived = await asyncio.to_thread(open_ledger, self.run)
+        if revived is not None:
+            self.book.revive(revived)
+            self.book.save(self.ledger)
+            self.log.info("run_resumed", batch=revived.cut, parent=revived.parent, revived=len(revived.groups))
+        self.stream = await asyncio.to_thread(self._open_stream, revived)
         self._open_for_members.set()
+        self.activity = "at work"
         self.spawn(self._turns(), "turns")
         self.spawn(self._watch_over(), "watch")
+        self.spawn(self._tell_status(), "status")
 
-    def _open_stream(self) -> PromptStream:
+    def _open_stream(self, revived: Revived | None) -> PromptStream:
         o = self.options
         source = open_source(o.prompt_data, seed=o.seed)
         self.num_batches = planned_batches(o, prompts=len(source))
         rules = PromptRules(o.input_key, o.apply_chat_template, o.rollout_max_prompt_len, o.overlong_prompts)
         ahead = max(256, 2 * self.gate.slots)
         tokenizer = PromptTokenizer(o.hf_checkpoint)
-        return PromptStream(source, tokenizer, rules, seed=o.seed, num_epoch=o.num_epoch, ahead=ahead)
+        return open_prompts(
+            self.draws, revived, source, tokenizer, rules, seed=o.seed, num_epoch=o.num_epoch, ahead=ahead
+        )
 
     async def release(self) -> None:
         if not self.clean:
@@ -172,6 +206,7 @@ class Controller(Service):
         if self._open_for_members.is_set():
             self.rows.close_due(everything=True)
             self.book.save(self.ledger)
+            self.status.write(self._status(code=self.exit_code))
             await asyncio.to_thread(self.ledger.close)
             await asyncio.to_thread(self.stream.close)
 
@@ -237,14 +272,16 @@ class Controller(Service):
     async def on_heartbeat(self, message: Heartbeat, sender: Any) -> HeartbeatReceived:
         entry = self.registry.entries.get(message.name)
         before = entry and (entry.activity, entry.counters)
-        known = self.registry.beat(
-            message.name, message.incarnation, message.activity, message.counters, time.monotonic()
-        )
-        if not known:
+        if not self.registry.beat(message, time.monotonic()):
             raise ServiceError(f"{message.name} ({message.incarnation}) is not a member of this run")
         if before != (message.activity, message.counters):
             self._moved = time.monotonic()
         return HeartbeatReceived()
+
+    def resident_bytes(self) -> dict[str, float]:
+        """What every service weighed when it was measured last, by name."""
+        gauges = {self.name: self.gauges, **{e.member.name: e.gauges for e in self.registry.entries.values()}}
+        return {name: of["rss_bytes"] for name, of in gauges.items() if "rss_bytes" in of}
 
     def leaving(self, message: Leaving, sender: Any) -> None:
         replica = self.replicas.get(sender.name)
@@ -278,7 +315,7 @@ class Controller(Service):
             while (quiet := self.registry.silent(now, self.options.peer_timeout)) is not None:
                 silence = f"has been silent for {now - quiet.heard:.0f} s"
                 self._ended_life(quiet, f"{silence} (--peer-timeout {self.options.peer_timeout:g})", now)
-            if self.replicas.all_leave:
+            if self.replicas.all_leave and not self.gate.finished:
                 raise ServiceError("every rollout replica has left, and the run has batches to sample")
             found = trouble(
                 self.registry,
@@ -291,6 +328,26 @@ class Controller(Service):
             if found is not None:
                 raise ServiceError(found)
             self._woken.set()
+
+    async def _tell_status(self) -> None:
+        while True:
+            began = time.monotonic()
+            status = self._status(code=None)
+            gathered = time.monotonic() - began
+            await asyncio.to_thread(self.status.write, status)
+            await asyncio.sleep(max(STATUS_SECONDS, gathered / LARGEST_SHARE))
+
+    def _status(self, code: int | None) -> Snapshot:
+        return self.status.gather(
+            self.gate,
+            self.registry,
+            self.replicas,
+            activity=self.activity,
+            code=code,
+            moved=self._moved,
+            batches=self.num_batches,
+            rss_bytes=self.gauges.get("rss_bytes"),
+        )
 
     # --- a turn ------------------------------------------------------------------------------------------------------
 

@@ -12,15 +12,17 @@ from relax.megatron.critic import Critic
 from relax.metrics import Metric, Metrics
 from relax.protocol.tensors import Arrays
 from relax.services.ranks import command
+from relax.services.saved_work import SavedWork
 
 
-class CriticWork:
+class CriticWork(SavedWork):
     """The value model and what is done with it."""
 
     def __init__(self, options: Options, total_steps: int | None) -> None:
         """`total_steps`: optimizer steps of the run, None when unknown."""
         self.options = options
         self.critic = Critic(options, options.hf_checkpoint, total_steps)
+        self.saves(self.critic.network, self.critic)
 
     @command
     def values(self, batch: Arrays) -> np.ndarray:

@@ -46,4 +46,6 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         security=security,
         engine=entry.engine or "",
         index=entry.index,
+        lineage=run.lineage,
+        cut=run.cut,
     )

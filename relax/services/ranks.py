@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -73,10 +74,17 @@ class Leader(Generic[W]):
         return tuple(self._lanes)
 
     def run(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`method` of the work, on all ranks. Raises TypeError when it is no command."""
+        """`method` of the work, on all ranks. Raises TypeError when it is no command.
+
+        After an InStepError of the method the lane goes on; any other error leaves the ranks out of step.
+        """
         name, lane = getattr(method, "__name__", repr(method)), lane_of(method)
         self._tell(lane, name, *args, **kwargs)
-        result = method(*args, **kwargs)
+        try:
+            result = method(*args, **kwargs)
+        except exchange.InStepError:
+            _over(self._lanes[lane])
+            raise
         if isinstance(result, Iterator):
             self._streaming[lane] = name  # from now on, and not only from the first item: the others are in it already
             return self._whole(lane, result)  # type: ignore[return-value]
@@ -172,10 +180,11 @@ def _obey(work: Any, group: dist.ProcessGroup | None) -> None:
             return
         if name == "idle":
             continue
-        result = getattr(work, name)(*args, **kwargs)
-        if isinstance(result, Iterator):
-            for _ in result:
-                pass
+        with suppress(exchange.InStepError):  # rank 0 raises it too, and tells
+            result = getattr(work, name)(*args, **kwargs)
+            if isinstance(result, Iterator):
+                for _ in result:
+                    pass
         _over(group)
 
 

@@ -8,17 +8,19 @@ from relax.config.options import Options
 from relax.megatron.reference import Reference
 from relax.protocol.tensors import Arrays
 from relax.services.ranks import command
+from relax.services.saved_work import SavedWork
 from relax.weights.manifest import Manifest
 from relax.weights.store import ChunkStore
 
 
-class ReferenceWork:
+class ReferenceWork(SavedWork):
     """The reference policy and what is done with it."""
 
     def __init__(self, options: Options) -> None:
         if options.ref_load is None:
             raise ValueError("--ref-load is not set; the reference service needs the checkpoint of its policy")
         self.reference = Reference(options, options.ref_load)
+        self.saves(self.reference.network)
 
     @command
     def logprobs(self, batch: Arrays) -> np.ndarray:

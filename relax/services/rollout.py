@@ -170,12 +170,15 @@ class Rollout(Service):
         for draw in draws:
             self.running[draw.order.lease.group] = self.queued.pop(draw.order.lease.group)
         self._settle()
-        try:
-            futures = await self.engine.submit([r for draw in draws for r in draw.requests], together=together)
-        except RequestRefused as error:
-            for draw in draws:
-                self._reject(draw, "refused", str(error))
-            return
+        futures: Sequence[asyncio.Future[Result]] = ()
+        while draws:
+            try:
+                futures = await self.engine.submit([r for draw in draws for r in draw.requests], together=together)
+                break
+            except RequestRefused as error:
+                refused = next(draw for draw in draws if any(r.id == error.request for r in draw.requests))
+                self._reject(refused, "refused", str(error))
+                draws = [draw for draw in draws if self._runs(draw)]
         for draw in draws:
             draw.futures, futures = futures[: len(draw.requests)], futures[len(draw.requests) :]
             for future in draw.futures:

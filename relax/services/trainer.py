@@ -118,6 +118,11 @@ class Trainer(Service):
             self.activity = "waiting for a batch"
             taken = await self.batches.get()
             waited, batch = time.monotonic() - started, taken.message.batch
+            if batch != self.version.value:
+                raise ServiceError(
+                    f"{self.name} was given batch {batch} to train and is at version {self.version.value}: "
+                    "batch b is trained at version b, once"
+                )
             async with self.busy:
                 self.activity = f"training batch {batch}"
                 await self.train(batch, taken, waited)

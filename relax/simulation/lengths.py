@@ -50,6 +50,8 @@ class LengthModel:
         match kind:
             case "constant":
                 (length,) = _numbers(text, rest, "N")
+                if length != int(length):
+                    raise ModelError(text, f"N is {rest.strip()!r}", "A length is a whole number of tokens.")
                 return cls(text, length, lambda u: length)
             case "lognormal":
                 mean, sigma = _numbers(text, rest, "MEAN", "SIGMA")
@@ -69,7 +71,8 @@ class LengthModel:
 
     def draw(self, seed: int) -> int:
         """Tokens of the sample with this seed, at least 1."""
-        uniform = ((xxhash.xxh3_64_intdigest(f"length/{seed}".encode()) >> 11) + 0.5) / 2**53
+        # 52 bits: with one more the largest would be rounded to 1, which has no quantile.
+        uniform = ((xxhash.xxh3_64_intdigest(f"length/{seed}".encode()) >> 12) + 0.5) / 2**52
         return max(1, round(min(self.quantile(uniform), LONGEST)))
 
 
@@ -94,6 +97,8 @@ def _numbers(text: str, rest: str, *names: str) -> list[float]:
 
 def _read(text: str, path: Path) -> list[int]:
     fix = "Name a text file with one whole number, 1 or more, a line."
+    if not path.name:
+        raise ModelError(text, "names no file", fix)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

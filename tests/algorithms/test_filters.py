@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from relax.algorithms import filters, hooks
-from relax.algorithms.filters import BUILT_IN, unwanted
+from relax.algorithms.filters import unwanted
 from relax.algorithms.hooks import HookError
+from relax.config.asynchrony import CONSTANT_FILTER
 from relax.config.options import Options
 
 REWARDS = np.array([1.0, 0.0, math.nan])
@@ -38,7 +39,7 @@ def here(function) -> str:
     ],
 )
 def test_the_built_in_filter_wants_two_different_rewards(rewards: list[float], reason: str | None) -> None:
-    assert asked(BUILT_IN, np.array(rewards)) == reason
+    assert asked(CONSTANT_FILTER, np.array(rewards)) == reason
 
 
 def test_without_a_filter_every_group_is_wanted() -> None:
@@ -116,10 +117,10 @@ def test_a_filter_that_fails_is_named_with_what_it_did(function, told: str) -> N
 def test_a_filter_that_cannot_be_called_is_refused_before_the_start(path: str, told: str) -> None:
     (found,) = hooks.check(Options(dynamic_sampling_filter_path=path), {"advantages"})
     assert found.option == "--dynamic-sampling-filter-path" and told in found.problem, found.problem
-    assert hooks.check(Options(dynamic_sampling_filter_path=BUILT_IN), {"advantages"}) == []
+    assert hooks.check(Options(dynamic_sampling_filter_path=CONSTANT_FILTER), {"advantages"}) == []
 
 
 def test_filters_import_no_torch() -> None:
     code = "import sys, relax.algorithms.filters; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
-    assert filters.BUILT_IN.partition(":")[0] == filters.__name__
+    assert CONSTANT_FILTER.partition(":")[0] == filters.__name__

@@ -37,7 +37,12 @@ def test_a_simulated_run_needs_no_correction_and_warns_of_nothing(topology: Writ
             "services.rollout.engine",
             "no model for it to load",
         ),
-        (SIMULATED | {"actor": {"engine": "simulated", "ranks": 2}}, "services.actor.ranks", "has no model"),
+        (SIMULATED | {"actor": {"engine": "simulated", "ranks": 2}}, "services.actor.ranks", "there is no model"),
+        (
+            SIMULATED | {"rollout": {"engine": "simulated", "replicas": 2, "devices": [0, 1]}},
+            "services.rollout.devices",
+            "= [0, 1] ",
+        ),
         (SIMULATED | {"reference": {}}, "services.reference", "no use for it"),
     ],
 )
@@ -100,6 +105,7 @@ def test_slots_are_said_once(topology: Write) -> None:
         ({"sim_length": "constant:x"}, "N is 'x'"),
         ({"sim_length": "file:/nowhere"}, "cannot be read"),
         ({"sim_tokens_per_second": "100,fast"}, "'fast' is no speed"),
+        ({"sim_tokens_per_second": "100,200,300"}, "there are 2 replicas"),
     ],
 )
 def test_models_that_say_nothing_are_refused_before_the_start(

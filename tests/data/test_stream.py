@@ -11,6 +11,7 @@ from relax.data import (
     DataError,
     Position,
     Prompt,
+    PromptReader,
     PromptRules,
     PromptSource,
     PromptStream,
@@ -176,3 +177,47 @@ def test_works_ahead_only_up_to_its_bound(source: PromptSource, checkpoint: Path
     assert reached.wait(10)
     stream.close()
     assert len(reads) == 4  # three ready, one in hand
+
+
+@pytest.mark.parametrize("max_len", [None, 4])
+def test_prompts_are_read_again_as_they_were_handed_out(streams, source, checkpoint: Path, max_len: int | None) -> None:
+    prompts = take(streams(max_len, "filter", num_epoch=3))
+    reader = PromptReader(source, PromptTokenizer(checkpoint), PromptRules("prompt", False, max_len, "filter"), seed=3)
+    wanted = prompts[::-1]
+    again = reader.again([(prompt.prompt_id, Position(prompt.epoch, prompt.index)) for prompt in wanted])
+    for one, other in zip(wanted, again, strict=True):
+        assert (one.prompt_id, one.epoch, one.index, one.text, one.row) == (
+            other.prompt_id,
+            other.epoch,
+            other.index,
+            other.text,
+            other.row,
+        )
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt_id", "index", "max_len", "told"),
+    [
+        (5, 0, None, "prompt 5 was drawn at position 0 of epoch 0, and there is prompt {first} now"),
+        (6, 7, None, "prompt 6 was drawn at position 7 of epoch 0, and there is no prompt now"),
+        (None, 0, 0, "and there is one left out now"),
+    ],
+)
+def test_data_that_changed_is_refused(
+    source, checkpoint: Path, prompt_id: int | None, index: int, max_len: int | None, told: str
+) -> None:
+    first = int(epoch_order(3, 0, 7)[0])
+    assert first != 5
+    reader = PromptReader(source, PromptTokenizer(checkpoint), PromptRules("prompt", False, max_len, "filter"), seed=3)
+    with pytest.raises(DataError, match=told.format(first=first)):
+        reader.again([(first if prompt_id is None else prompt_id, Position(0, index))])
+
+
+@pytest.mark.parametrize("cut", range(22))
+def test_a_stream_goes_on_at_any_cut(streams, cut: int) -> None:
+    """Seven prompts in three epochs; a cut behind the last of an epoch, and one behind the last of all."""
+    whole = [(prompt.epoch, prompt.prompt_id) for prompt in take(streams(num_epoch=3))]
+    at = Position(0, 0) if cut == 0 else Position((cut - 1) // 7, (cut - 1) % 7 + 1)
+    rest = [(prompt.epoch, prompt.prompt_id) for prompt in take(streams(num_epoch=3, at=at))]
+    assert rest == whole[cut:]

@@ -1,4 +1,4 @@
-"""A filter of groups in a real run: what it does not want is dropped, counted and replaced; where it fails, drawn again."""
+"""A filter in a real run: what it does not want is dropped, counted and replaced; where it fails, drawn again."""
 
 from pathlib import Path
 

@@ -135,11 +135,25 @@ def test_submission_is_queued_whole_or_not_at_all(tied: Rig) -> None:
         good = [request(f"part{i}", max_tokens=200) for i in range(3)]
         with pytest.raises(RequestRefused, match="part0 is already running"):
             await tied.engine.submit([*good, request("part0")], together=True)
-        await asyncio.sleep(0.05)
-        assert tied.engine.running == 0
+        assert tied.engine.running == 0 and in_vllm(tied) == 0
         await tied.engine.generate(request("part0", max_tokens=2))
 
     tied.run(scenario())
+
+
+def test_samples_cancelled_the_moment_they_are_submitted_are_drawn_no_further(tied: Rig) -> None:
+    async def scenario() -> None:
+        for future in (futures := await tied.engine.submit([request(f"late{i}", max_tokens=200) for i in range(3)])):
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        assert tied.engine.running == 0 and in_vllm(tied) == 0
+
+    tied.run(scenario())
+
+
+def in_vllm(rig: Rig) -> int:
+    """Requests that vLLM itself still has."""
+    return rig.engine._llm.output_processor.get_num_unfinished_requests()
 
 
 def test_loading_under_running_samples_is_refused(tied: Rig) -> None:

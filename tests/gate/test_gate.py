@@ -355,6 +355,18 @@ def test_impossible_settings_are_refused(arguments: tuple[int, ...], problem: st
         Gate(*arguments)
 
 
+def test_no_spares_are_issued_after_the_last_batch() -> None:
+    gate = Gate(1, 0, 0, last_batch=0, spare=2)
+    gate.published(0)
+    gate.issue(0, 0)
+    gate.ready(0, 0)
+    gate.commit()
+    gate.started(0)
+    gate.trained(0)
+    gate.published(1)
+    assert gate.finished and gate.refusal(1) is Refusal.END
+
+
 @pytest.mark.parametrize(("max_staleness", "spare"), [(1, 1), (0, -1)])
 def test_spares_exist_in_lockstep_only(max_staleness: int, spare: int) -> None:
     with pytest.raises(ValueError, match=f"spare = {spare}"):
@@ -365,3 +377,16 @@ def test_the_gate_depends_on_nothing() -> None:
     heavy = "numpy", "torch", "pydantic", "asyncio"
     code = f"import sys, relax.gate; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_after_a_resume_the_version_of_the_cut_is_published_first_and_nothing_older() -> None:
+    gate = Gate(2, 3, 2, 60, first_batch=50)
+    for version in (0, 49, 51):
+        with pytest.raises(GateError, match=f"version {version} published, .* this lineage begins at 50"):
+            gate.published(version)
+    with pytest.raises(GateError, match="the newest published is None"):
+        gate.issue(7, 50)
+    gate.published(50)
+    assert gate.refusal(49) is None, "within the bound; which versions there are is the publisher's word"
+    gate.issue(7, 50)
+    assert gate.deadline(7) == 53

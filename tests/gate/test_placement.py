@@ -29,14 +29,14 @@ def test_the_gate_is_asked_once_a_version() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_it_chooses_what_a_look_at_all_replicas_would(seed: int) -> None:
     rng, placement = random.Random(seed), Placement()
-    seats: dict[str, list[int]] = {}  # name -> version, capacity, held
+    seats: dict[str, list[int]] = {}  # name -> version, credit, held
     for _ in range(600):
         name = f"r{rng.randrange(8)}"
         act = rng.random()
         if name not in seats or act < 0.15:
-            version, capacity = rng.randrange(3), rng.randint(1, 4)
-            seats.setdefault(name, [0, 0, 0])[:2] = [version, capacity]
-            placement.serves(name, version, capacity)
+            version, credit = rng.randrange(3), rng.randint(1, 4)
+            seats.setdefault(name, [0, 0, 0])[:2] = [version, credit]
+            placement.serves(name, version, credit)
         elif act < 0.2:
             del seats[name]
             placement.gone(name)
@@ -45,9 +45,9 @@ def test_it_chooses_what_a_look_at_all_replicas_would(seed: int) -> None:
             placement.gave(name)
         allowed = {version for version in range(3) if rng.random() < 0.7}
         open_ = sorted(
-            (held / capacity, n, version)
-            for n, (version, capacity, held) in seats.items()
-            if held < capacity and version in allowed
+            (held / credit, n, version)
+            for n, (version, credit, held) in seats.items()
+            if held < credit and version in allowed
         )
         expected = open_[0][1:] if open_ else None
         assert placement.choose(allowed.__contains__) == expected

@@ -79,3 +79,21 @@ def test_the_new_draw_of_a_dropped_group_has_the_whole_timeout() -> None:
     assert stragglers.overdue(gate.blocked(), 3.0) == ()
     assert stragglers.overdue(gate.blocked(), 5.9) == ()
     assert stragglers.overdue(gate.blocked(), 6.0) == (0,)
+
+
+def test_in_the_last_batch_nobody_else_can_come_however_many_slots_are_free() -> None:
+    gate = Gate(2, 2, 1, last_batch=1)
+    gate.published(0)
+    for group in range(4):
+        gate.issue(group, 0)
+    for group in (0, 1):
+        gate.ready(group, 0)
+    gate.commit()
+    gate.started(0)
+    gate.trained(0)
+    gate.published(1)
+    assert gate.free_slots == 2 and not gate.can_issue(1)
+    blocked, stragglers = gate.blocked(), Stragglers(5.0)
+    assert (blocked.missing, blocked.needed, blocked.groups) == (2, 2, (2, 3))
+    stragglers.overdue(blocked, 0.0)
+    assert stragglers.overdue(blocked, 5.0) == (2, 3)

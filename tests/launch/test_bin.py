@@ -11,7 +11,7 @@ BIN = Path(__file__).resolve().parents[2] / "bin"
 VENV = BIN.parent / ".venv" / "bin" / "python"
 
 
-@pytest.mark.parametrize("name", ["relax-launch", "relax-logs", "relax-simulate"])
+@pytest.mark.parametrize("name", ["relax-launch", "relax-logs", "relax-simulate", "relax-status"])
 def test_commands_answer_from_anywhere(tmp_path: Path, name: str) -> None:
     done = subprocess.run([BIN / name, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {name}"), done.stderr

@@ -17,6 +17,7 @@ from relax.config.violation import ConfigError
 from relax.launch import rundir
 from relax.launch.obstacle import obstacle
 from relax.launch.places import places_of
+from relax.launch.plan import mark_of
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 
 JOIN = """
@@ -133,6 +134,14 @@ def test_a_directory_without_a_run_cannot_be_loaded(tmp_path: Path) -> None:
         RunDir.load(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "r"}', "\xff"])
+def test_a_damaged_run_directory_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "runtime.json").write_bytes(text.encode("latin-1"))
+    for enter in (RunDir.load, RunDir.create, RunDir.create_or_join):
+        with pytest.raises(ConfigError, match=r"damaged run directory: runtime\.json cannot be read"):
+            enter(tmp_path)
+
+
 def no_place(folder: Path) -> list[tuple[Path, str]]:
     """Directories that cannot be made, and what is said of them."""
     (folder / "file").touch()
@@ -189,3 +198,69 @@ def test_a_run_that_cannot_be_written_is_refused_and_leaves_no_places(
     with pytest.raises(ConfigError, match=r"cannot be opened there: Is a directory: .*config\.yaml"):
         RunDir.create(tmp_path / "run")
     assert not any(place.exists() for place in places_of("feedfacefeed"))
+
+
+def test_a_resumed_run_keeps_its_id_and_is_a_lineage_of_its_own(tmp_path: Path) -> None:
+    first = RunDir.create(tmp_path / "run", config="seed: 1\n", topology="a: 1\n")
+    assert (first.lineage, first.cut, first.checkpoint) == (0, 0, None)
+    first.leave()
+    for lineage, cut in ((1, 0), (2, 40)):
+        run = RunDir.resume(tmp_path / "run", cut, config=f"lr: {lineage}\n", topology=f"a: {lineage + 1}\n")
+        assert (run.run_id, run.lineage, run.cut) == (first.run_id, lineage, cut)
+        assert run.runtime_dir.is_dir() and run.shm_dir.is_dir()
+        assert mark_of(run, None) != mark_of(first, None), "what clears up after the first does not end this one"
+        joined = RunDir.create_or_join(tmp_path / "run", config=f"lr: {lineage}\n")
+        assert (joined.lineage, joined.cut) == (lineage, cut)
+        joined.leave()
+        run.leave()
+    assert run.checkpoint == tmp_path / "run" / "checkpoints" / "40"
+    assert (tmp_path / "run" / "config.before-1.yaml").read_text() == "seed: 1\n"
+    assert (tmp_path / "run" / "topology.before-2.yaml").read_text() == "a: 2\n"
+    assert run.config.read_text() == "lr: 2\n" and run.topology.read_text() == "a: 3\n"
+
+
+def test_a_run_that_is_alive_is_not_resumed(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"--resume.*a run is going on there"):
+        RunDir.resume(tmp_path / "run", 0)
+    assert RunDir.load(tmp_path / "run").lineage == 0
+    run.leave()
+
+
+def test_what_was_killed_is_resumed_and_its_remains_are_cleared(
+    tmp_path: Path, members: list[subprocess.Popen[str]]
+) -> None:
+    run_id = join_in_process(tmp_path / "run", members)
+    dead = RunDir.load(tmp_path / "run")
+    (dead.shm_dir / "weights").touch()
+    os.kill(members[0].pid, signal.SIGKILL)
+    members[0].wait()
+    run = RunDir.resume(tmp_path / "run", 3)
+    assert (run.run_id, run.lineage) == (run_id, 1) and not list(run.shm_dir.iterdir())
+    run.leave()
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path, made: bool) -> None:
+    path = tmp_path / "run"
+    if made:
+        path.mkdir()
+    with pytest.raises(ConfigError, match="is no run directory"):
+        RunDir.resume(path, 0)
+
+
+def test_a_resume_that_cannot_be_written_leaves_the_run_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunDir.create(tmp_path / "run", config="seed: 1\n")
+    first.leave()
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundir, "_write_whole", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        RunDir.resume(tmp_path / "run", 3)
+    monkeypatch.undo()
+    assert RunDir.load(tmp_path / "run").lineage == 0 and first.config.read_text() == "seed: 1\n"
+    assert not first.runtime_dir.exists() and not first.shm_dir.exists()

@@ -148,7 +148,7 @@ def test_reading_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="does not exist"):
         read(tmp_path / "ledger.sqlite")
     sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE t (x)").connection.close()
-    with pytest.raises(LedgerError, match="has ledger schema 0, this Relax reads 1"):
+    with pytest.raises(LedgerError, match="has no tables of a ledger"):
         read(tmp_path / "other.sqlite")
 
 

@@ -176,6 +176,11 @@ def read_beside_training(actor: Leader[ActorWork]) -> dict:
     return seen
 
 
+def end(leader: Leader) -> None:
+    for lane in leader.lanes:
+        leader.end(lane)
+
+
 def lead(output: Path, options) -> dict:
     """What rank 0 gets of the three works, one after the other, as their services command them."""
     seen: dict = {}
@@ -187,18 +192,17 @@ def lead(output: Path, options) -> dict:
         actor.idle(lane)
     actor.run(actor.work.export, str(output / "export-led"))
     seen["beside"] = read_beside_training(actor)
-    for lane in actor.lanes:
-        actor.end(lane)
+    end(actor)
     critic = Leader(CriticWork, options, None)
     seen["values"] = critic.run(critic.work.values, tiny.batch(4))
     seen["train_values"] = critic.run(critic.work.train, batch=value_batch())
     seen["values_after"] = critic.run(critic.work.values, tiny.batch(4))
-    critic.end()
+    end(critic)
     reference = Leader(ReferenceWork, options)
     seen["logprobs"] = reference.run(reference.work.logprobs, tiny.batch(4))
     reference.run(reference.work.refresh, *publish(output))
     seen["refreshed"] = reference.run(reference.work.logprobs, tiny.batch(4))
-    reference.end()
+    end(reference)
     return seen
 
 

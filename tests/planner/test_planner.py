@@ -159,6 +159,22 @@ def test_a_run_that_would_set_everything_aside_is_told_so() -> None:
         plan(replace(SMALL, straggler_timeout=0.5))
 
 
+@pytest.mark.parametrize("partial_rollout", [False, True])
+def test_stragglers_are_dropped_at_once_where_the_timeout_is_zero(partial_rollout: bool) -> None:
+    """What is freed by one drop may load, report and be given groups before the others are dropped."""
+    setting = replace(HEAVY, batch_size=64, batches=40, train_seconds=1.0, max_staleness=2, lead=1)
+    done = plan(replace(setting, straggler_timeout=0.0, partial_rollout=partial_rollout), "lognormal:1000,1")
+    assert done.dropped["straggler"] > 0 and done.batches == 40
+    # Once it is gone the batch goes: its next draw has a place in a later one and is not dropped at its issue.
+    assert "set_aside" not in done.dropped
+
+
+def test_a_group_that_waits_for_its_reward_is_no_straggler() -> None:
+    """The run has such groups finish: a new draw would be no sooner."""
+    done = plan(replace(SMALL, straggler_timeout=1.5, score_seconds=3.0))
+    assert not done.dropped
+
+
 def test_over_sampling_takes_the_first_and_gives_the_others_back() -> None:
     slots = replace(SMALL, slots=4, credit=4, batches=20)
     spared = plan(replace(slots, over_sampling=6), "lognormal:100,1")
@@ -246,7 +262,7 @@ def test_a_plan_that_loses_a_group_is_no_plan() -> None:
     lengths = Lengths(LengthModel.parse("constant:100"), seed=1, prompts=100, samples=1, longest=10**6)
     pipeline = Pipeline(SMALL, lengths)
     pipeline.replicas["rollout-1"].slots.speed = 1e-300
-    pipeline._env.run = lambda: None  # type: ignore[method-assign]
+    pipeline._events.run = lambda: None  # type: ignore[method-assign]
     with pytest.raises(PlanError, match="stopped after 0 batches"):
         pipeline.predict()
 

@@ -72,12 +72,24 @@ def test_a_sweep_goes_without_what_cannot_act_at_a_bound_and_says_so(capsys) -> 
     assert "S = 0 is planned without --partial-rollout" in capsys.readouterr().out
     assert main([SIMULATED, *FEW, "--max-staleness=0", "--over-sampling-batch-size=12", "--sweep-staleness=0,1"]) == 0
     out = capsys.readouterr().out
-    assert "24 surplus are dropped" in out and "S > 0 is planned without --over-sampling-batch-size" in out
+    assert "draws: 24 surplus;" in out and "S > 0 is planned without --over-sampling-batch-size" in out
+
+
+def test_a_straggler_timeout_of_zero_is_left_out_where_nothing_could_be_told_apart(capsys) -> None:
+    flags = ("--straggler-timeout", "0", "--sweep-staleness", "0,2")
+    assert main([SIMULATED, *FEW, *flags]) == 0
+    assert "L = 0 is planned without --straggler-timeout 0" in capsys.readouterr().out
 
 
 def test_a_run_with_real_engines_is_planned_without_its_data_and_checkpoint(tmp_path: Path, capsys) -> None:
     assert main([vllm_topology(tmp_path), *MEASURED, "--prompts", "50"]) == 0
     assert "2 replicas x 64 slots" in capsys.readouterr().out
+
+
+def test_a_run_on_several_hosts_is_planned_without_its_keys(capsys) -> None:
+    argv = [str(ROOT / "topologies" / "two-nodes.yaml"), *MEASURED, "--num-rollout", "3", "--prompts", "50"]
+    assert main(argv) == 0
+    assert "replicas x" in capsys.readouterr().out
 
 
 def refused(capsys, *argv: str) -> str:
@@ -99,13 +111,17 @@ def test_prompts_that_are_not_at_hand_are_asked_for(tmp_path: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--sweep-staleness", "1,x"], "'1,x' is not a list of whole numbers"),
-        (["--sweep-staleness", "-1"], "'-1' is not a list of whole numbers"),
-        (["--prompts", "0"], "'0' is not a whole number above 0"),
-        (["--hop-seconds", "-1"], "out of range: give a value of at least 0"),
+        (["--sweep-staleness", "1,x"], "--sweep-staleness = '1,x' (from flag): is not a list of whole numbers"),
+        (["--sweep-lead", "-1"], "--sweep-lead = '-1' (from flag): is not a list of whole numbers"),
+        (["--prompts", "0"], "--prompts = '0' (from flag): is not a whole number above 0"),
+        (["--hop-seconds", "-1"], "out of range. Give a number of at least 0"),
+        (["--load-seconds", "nan"], "out of range. Give a number of at least 0"),
+        (["--score-seconds", "soon"], "is not a number"),
         (["--within", "1"], "at least 0 and below 1"),
         (["--plot", "plan.txt"], "is no kind of picture"),
         (["--plot", "no/such/place/plan.png"], "its directory does not exist"),
+        (["--json", "no/such/place/plan.json"], "its directory does not exist"),
+        (["--json", "topologies"], "is a directory"),
         (["--sim-length", "lognormal:5"], "has 1 numbers after the colon"),
         (["--sim-tokens-per-second", "100,fast"], "'fast' is no speed"),
         (["--max-stalenes", "3"], "Did you mean --max-staleness?"),
@@ -114,6 +130,19 @@ def test_prompts_that_are_not_at_hand_are_asked_for(tmp_path: Path, capsys) -> N
 )
 def test_bad_input_is_refused_with_what_to_change(capsys, flags: list[str], told: str) -> None:
     assert told in refused(capsys, SIMULATED, *flags)
+
+
+def test_every_fault_is_told_at_once(capsys) -> None:
+    flags = (
+        "--within=2",
+        "--hop-seconds=-1",
+        "--plot=no/plan.png",
+        "--num-rollout=0",
+        "--sim-length=long",
+        "--sweeps=1",
+    )
+    told = refused(capsys, SIMULATED, *flags)
+    assert told.startswith("refused, for 6 reasons:") and "(from flag)" in told.partition("--sim-length")[2]
 
 
 def test_a_sweep_in_which_nothing_makes_a_run_is_refused(capsys) -> None:

@@ -98,8 +98,8 @@ class Desk(Controller):
             self.weights.announce(self.replicas.joined(member))
         return member
 
-    def serves(self, name: str, version: int, capacity: int = 100, running: tuple[Lease, ...] = ()) -> None:
-        self.weights.serving(Serving(version, capacity, running), sender(name))
+    def serves(self, name: str, version: int, credit: int = 100, running: tuple[Lease, ...] = ()) -> None:
+        self.weights.serving(Serving(version, credit, running), sender(name))
 
     def serves_again(self, name: str, life: int, version: int = 0) -> None:
         self.weights.serving(Serving(version, 100, ()), sender(name, life))
@@ -139,7 +139,8 @@ def sender(name: str, life: int = 1) -> Any:
 def desk(tmp_path: Path, *, prompts: int = 1000, rollouts: int = 1, **options: Any) -> Desk:
     """A controller with one member of every role that it needs; version 0 is published and served."""
     chosen = Options(**({"rollout_batch_size": 2, "n_samples_per_prompt": 2, "num_rollout": 9} | options))
-    run: Any = SimpleNamespace(run_id="r", metrics=tmp_path / "metrics.jsonl", ledger=tmp_path / "ledger.sqlite")
+    files = {"metrics": "metrics.jsonl", "ledger": "ledger.sqlite", "status": "status.json"}
+    run: Any = SimpleNamespace(run_id="r", **{name: tmp_path / file for name, file in files.items()})
     it = Desk(Context("controller", chosen, run, "", "", None, chosen))
     it.ledger = Ledger(run.ledger)
     weakref.finalize(it, it.ledger.close)

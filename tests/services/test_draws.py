@@ -2,8 +2,9 @@
 
 from desk import Prompts
 
+from relax.gate.stragglers import STRIKES
 from relax.protocol.payload import Payload
-from relax.services.control.draws import STRIKES, Draws
+from relax.services.control.draws import Draw, Draws
 
 
 def draws(prompts: int) -> Draws:
@@ -100,3 +101,24 @@ def test_a_batch_is_available_with_what_waits_and_what_is_fresh() -> None:
     it.rejected(0)
     assert it.available(3)
     assert it.available(4), "the stream has ended: there will be no more"
+
+
+def test_revived_draws_wait_first_in_group_order_with_their_attempts_and_new_groups_follow_the_last() -> None:
+    it = Draws()
+    (a, b) = (draw.prompt for draw in (issued_once(0), issued_once(1)))
+    it.begin(Prompts(3), [Draw(4, a, 1), Draw(2, b)], 7)  # type: ignore[arg-type]
+    assert [(draw.group, draw.attempt, draw.lost) for draw in it.again()] == [(2, 0, False), (4, 1, False)]
+    assert (it.waiting, it.coming_back) == (True, 2), "they hold no slot yet"
+    for draw in it.again():
+        it.issued(draw)
+    assert not it.waiting
+    assert issue_fresh(it, 2) == [7, 8]
+    it.lost(4)
+    assert [(draw.group, draw.attempt, draw.lost) for draw in it.again()] == [(4, 1, True)]
+    assert it.rejected(4) and not it.rejected(4), "its strikes count from the attempt that it had"
+
+
+def issued_once(prompt: int) -> Draw:
+    it = draws(prompt + 1)
+    issue_fresh(it, prompt + 1)
+    return it[prompt]

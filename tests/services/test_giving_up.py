@@ -8,9 +8,9 @@ import pytest
 from desk import Desk, desk, sender
 from structlog.testing import capture_logs
 
+from relax.gate.stragglers import STRIKES
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Member, Register, Rejected
-from relax.services.control.draws import STRIKES
 from relax.services.control.groups import FILTERED_BATCHES
 from relax.services.control.registry import RegistrationError
 from relax.services.service import ServiceError, shared_options
@@ -67,6 +67,19 @@ def test_prompts_that_are_all_set_aside_end_the_run(tmp_path: Path) -> None:
     last = rejected(it, next_group(it))
     with pytest.raises(ServiceError, match="no label"):
         it.groups.rejected(last, sender("reward-0"))
+
+
+def test_one_prompt_set_aside_among_many_groups_that_the_filter_drops_is_no_end(tmp_path: Path) -> None:
+    it = desk(tmp_path, rollout_batch_size=4)
+    it.turn()
+    for attempt in range(STRIKES):
+        for _ in range(4):
+            it.turn()
+            filter_group(it, it.book.in_state(State.ISSUED)[-1])
+        it.turn()
+        assert it.book[0].attempt == attempt
+        it.groups.rejected(rejected(it, 0), sender("reward-0"))
+    assert it.book.conservation().dropped["set_aside"] == 1
 
 
 def register(it: Desk, name: str, role: str, life: int) -> Any:

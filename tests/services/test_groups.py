@@ -8,10 +8,10 @@ import pytest
 from desk import Desk, desk, sender
 from structlog.testing import capture_logs
 
+from relax.gate.stragglers import STRIKES
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Generate, HandedBack, Lease, Leaving, Ready, Rejected, Shutdown
 from relax.protocol.payload import Payload
-from relax.services.control.draws import STRIKES
 
 TOKENS = Payload.inline({"response_tokens": np.arange(3, dtype=np.int32)})
 ASYNC: dict[str, Any] = {"max_staleness": 1, "rollout_lead": 1, "use_tis": True}
@@ -54,7 +54,7 @@ def test_a_group_may_be_ready_before_its_replica_was_heard_to_serve_and_to_sampl
 def with_a_straggler(tmp_path: Path, **options: Any) -> tuple[Desk, Lease]:
     """Group 0 of version 0 runs at rollout-0 and is due in batch 1, for which two younger groups are ready."""
     it = desk(tmp_path, rollouts=2, **(ASYNC | options))
-    it.serves("rollout-0", 0, capacity=1)
+    it.serves("rollout-0", 0, credit=1)
     leases = issued(it)
     for group in (1, 2):
         it.ready(leases[group])
@@ -129,7 +129,7 @@ def test_only_as_many_are_dropped_as_it_takes(tmp_path: Path, one_is_sampled: bo
         **(ASYNC | {"max_staleness": 2, "rollout_lead": 2}),
     )
     leases = issued(it)
-    it.serves("rollout-0", 0, capacity=1)
+    it.serves("rollout-0", 0, credit=1)
     it.register("rollout-1", "rollout")
     it.ready(leases[0])
     if one_is_sampled:
@@ -265,13 +265,13 @@ def test_a_parked_group_that_no_replica_may_take_holds_up_no_other(tmp_path: Pat
     """Groups of version 0 fill the batches that could train them in time. So one with tokens of version 1 may not go on
     at a replica of version 0; one behind it, which has the same tokens as that replica gives, may."""
     it = partial(tmp_path, rollout_batch_size=1, rollout_lead=2)
-    it.serves("rollout-1", 0, capacity=1)
+    it.serves("rollout-1", 0, credit=1)
     leases = issued(it)
     it.ready(leases[0])
     it.turn()
     train(it, served_by="rollout-1")
     assert it.book[1].holder == "rollout-1"
-    it.serves("rollout-1", 1, capacity=1)
+    it.serves("rollout-1", 1, credit=1)
     it.turn()
     assert [it.book[order.lease.group].holder for order in it.orders()] == ["rollout-0"]
     it.replicas.leaves(it.replicas.get("rollout-1"))

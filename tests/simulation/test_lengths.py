@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from relax.data.seeds import sample_seed
-from relax.simulation.lengths import LengthModel, ModelError
+from relax.simulation.lengths import LONGEST, LengthModel, ModelError
 from relax.simulation.speed import SpeedModel
 
 SEEDS = [sample_seed(7, 0, prompt, 0, 0) for prompt in range(20_000)]
@@ -62,11 +62,14 @@ def test_a_sample_has_at_least_one_token() -> None:
         ("constant:", "0 numbers after the colon"),
         ("constant:0", "N is '0'"),
         ("constant:0.5", "at least one token"),
+        ("constant:1.5", "a whole number of tokens"),
+        ("pareto:0.5,2", "at least one token"),
         ("constant:inf", "N is 'inf'"),
         ("lognormal:100", "Write lognormal:MEAN,SIGMA"),
         ("lognormal:100,-1", "SIGMA is '-1'"),
         ("lognormal:100,x", "SIGMA is 'x'"),
         ("pareto:100,1", "no mean"),
+        ("file:", "names no file"),
         ("file:/nowhere/lengths", "/nowhere/lengths cannot be read: No such file"),
     ],
 )
@@ -75,6 +78,13 @@ def test_text_that_is_no_length_model_is_refused_with_the_fix(text: str, said: s
         LengthModel.parse(text)
     assert said in str(refused.value)
     assert refused.value.fix
+
+
+@pytest.mark.parametrize("digest", [0, 2**64 - 1])
+@pytest.mark.parametrize("text", ["constant:3", "lognormal:10,2", "pareto:10,2"])
+def test_the_ends_of_the_uniform_number_are_lengths_too(monkeypatch, text: str, digest: int) -> None:
+    monkeypatch.setattr("relax.simulation.lengths.xxhash.xxh3_64_intdigest", lambda _: digest)
+    assert 1 <= LengthModel.parse(text).draw(1) <= LONGEST
 
 
 @pytest.mark.parametrize("content", ["12\nx\n", "12\n0\n", "12\n-3\n", "12\n1.5\n", ""])

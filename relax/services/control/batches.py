@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from relax.gate.gate import Gate
-from relax.gate.verdicts import Batch
+from relax.gate.verdicts import Batch, GateError
 from relax.ledger.book import GroupBook
 from relax.metrics.rows import BatchRows
 from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained, Withdraw
@@ -37,10 +37,12 @@ class Batches:
         pace: Pace,
         outbox: Outbox,
         peers: Callable[[str], list[Member]],
+        resident_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
         self.trainers, self._gate, self._book, self._draws = trainers, gate, book, draws
         self._groups, self._weights, self._registry = groups, weights, registry
         self._rows, self._pace, self._outbox, self._peers = rows, pace, outbox, peers
+        self._resident_bytes = resident_bytes
         self._members: dict[int, tuple[Lease, ...]] = {}  # of the batches that are not trained yet
         self._commits: dict[int, int] = {}  # batch that is not trained yet -> number of its commit
         self._last_commit = -1
@@ -112,6 +114,8 @@ class Batches:
         b, role = message.batch, self._registry.role(sender.name)
         if role not in self.trainers:
             raise ServiceError(f"{sender.name} reports that it trained batch {b}, but it is no trainer of this run")
+        if b not in self._members:
+            raise GateError(f"batch {b} is trained already or was never committed")
         reports = self._reports.setdefault(b, {})
         reports[role] = message
         self._rows.report(b, role, message.metrics)
@@ -136,6 +140,8 @@ class Batches:
             self._pace.counts.last(f"pipeline/restarts/{name}", times)
         self._pace.counts.last("pipeline/in_flight", self._gate.in_flight)
         self._pace.counts.last("pipeline/free_slots", self._gate.free_slots)
+        for service, resident in self._resident_bytes().items():
+            self._pace.counts.last(f"memory/{service}/rss_mb", resident / 1e6)
         row = self._pace.row(by_actor.metrics["perf/response_tokens"][1], rollouts)
         self._rows.report(batch, "controller", row)
         self._weights.version_rose()

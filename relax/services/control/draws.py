@@ -4,16 +4,15 @@ A group keeps its id and its prompt through every attempt. Pure bookkeeping: no 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from relax.data import Prompt
+from relax.data import Position, Prompt, PromptReader
+from relax.gate.stragglers import STRIKES
+from relax.ledger.revived import Revived
 from relax.protocol.messages import Lease
 from relax.protocol.payload import Payload
-
-# After this many rejected draws a prompt is set aside.
-STRIKES = 3
 
 
 class Stream(Protocol):
@@ -56,6 +55,16 @@ class Draw:
         self.stage = ""
 
 
+def revived_draws(revived: Revived, reader: PromptReader) -> list[Draw]:
+    """The draws that a resume takes up again, with their prompts read and tokenized once more.
+
+    Takes as long as tokenizing that many prompts. Raises DataError when the data is not what it was.
+    """
+    wanted = [(group.prompt_id, Position(group.epoch, group.position)) for group in revived.groups]
+    prompts = reader.again(wanted)
+    return [Draw(g.group, prompt, g.attempt) for g, prompt in zip(revived.groups, prompts, strict=True)]
+
+
 class Draws:
     """The open groups of a run and those of them that wait to be issued."""
 
@@ -66,9 +75,13 @@ class Draws:
         self._fresh: deque[Prompt] = deque()  # taken from the stream, no groups yet
         self._next_group = 0
 
-    def begin(self, stream: Stream) -> None:
-        """The data is there."""
-        self._stream = stream
+    def begin(self, stream: Stream, revived: Sequence[Draw] = (), next_group: int = 0) -> None:
+        """The data is there. The draws that a resume revives wait first, in group order; new ones follow as
+        `next_group` and on."""
+        self._stream, self._next_group = stream, next_group
+        for draw in revived:
+            self._open[draw.group] = draw
+            self._again.add(draw.group)
 
     def __getitem__(self, group: int) -> Draw:
         return self._open[group]

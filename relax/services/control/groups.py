@@ -31,7 +31,8 @@ from relax.services.control.pace import Pace
 from relax.services.control.replicas import Replicas
 from relax.services.service import ServiceError
 
-# So many batches' worth of groups may be filtered in a row without one that is not.
+# So many batches' worth of groups may be filtered in a row without one that is not; a prompt set aside counts for as
+# many groups, so that a batch's worth of those alone is the end as well.
 FILTERED_BATCHES = 10
 STRAGGLER = "straggler"
 SURPLUS = "surplus"
@@ -60,7 +61,7 @@ class Groups:
         self._replicas, self._pace, self._outbox, self._peers, self._lives = replicas, pace, outbox, peers, lives
         timeout = options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
-        self._unusable_in_a_row = 0
+        self._unusable_in_a_row = self._unusable_weight = 0
 
     # --- on its way --------------------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class Groups:
         if isinstance(outcome, Accepted):
             self._gate.ready(lease.group, oldest)
             self._draws[lease.group].stage = sender.incarnation
-            self._unusable_in_a_row = 0
+            self._unusable_in_a_row = self._unusable_weight = 0
         elif outcome.reason is not StaleReason.REPEATED:
             # The draw ended while the group was on its way to advantages, which holds its tensors now.
             for member in self._peers("advantages"):
@@ -187,7 +188,7 @@ class Groups:
             self._gate.drop(group)
             self._drop(group, message.reason)
             self._draws.ended(group)
-            self._unusable(FILTERED_BATCHES, f"dropped by advantages: {message.reason}")
+            self._unusable(1, f"dropped by advantages: {message.reason}")
 
     def rejected(self, message: Rejected, sender: Any) -> None:
         if isinstance(self._book.check(message.lease), Accepted):
@@ -243,7 +244,7 @@ class Groups:
         self._pace.set_aside()
         self._drop(group, SET_ASIDE)
         self._draws.ended(group)
-        self._unusable(1, f"{reason}: {detail}")
+        self._unusable(FILTERED_BATCHES, f"{reason}: {detail}")
 
     def _drop(self, group: int, reason: str, *, again: bool = False) -> None:
         record = self._book[group]
@@ -251,13 +252,14 @@ class Groups:
         self.release(record)
         self._book.drop(group, reason, self._gate.version, again=again)
 
-    def _unusable(self, batches: int, why: str) -> None:
-        """Another group that will never be trained. So many batches' worth without a single good one between them is a
-        fault of the run, which would go on for ever."""
+    def _unusable(self, weight: int, why: str) -> None:
+        """Another group that will never be trained. Too many without a single good one between them are a fault of the
+        run, which would go on for ever."""
         self._unusable_in_a_row += 1
+        self._unusable_weight += weight
         if self._unusable_in_a_row == self._options.rollout_batch_size:
             log.warning("no_group_is_usable", groups=self._unusable_in_a_row, last=why)
-        if self._unusable_in_a_row >= batches * self._options.rollout_batch_size:
+        if self._unusable_weight >= FILTERED_BATCHES * self._options.rollout_batch_size:
             raise ServiceError(f"{self._unusable_in_a_row} groups in a row could not be used; the last one: {why}")
 
     # --- the end of every draw ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from relax.protocol.messages import Member, Register
+from relax.protocol.messages import Heartbeat, Member, Register
 
 # So many ended incarnations are remembered: a late word of one must not make it a member again.
 ENDED = 4096
@@ -28,6 +28,7 @@ class Entry:
     heard: float  # monotonic seconds
     activity: str = "registering"
     counters: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
 
 
 class Registry:
@@ -111,12 +112,12 @@ class Registry:
         held = self.entries.get(member.name)
         return held if held is not None and held.member.incarnation != member.incarnation else None
 
-    def beat(self, name: str, incarnation: str, activity: str, counters: dict[str, float], now: float) -> bool:
+    def beat(self, beat: Heartbeat, now: float) -> bool:
         """Note a heartbeat. False when that incarnation is not a member (any more)."""
-        entry = self.entries.get(name)
-        if entry is None or entry.member.incarnation != incarnation:
+        entry = self.entries.get(beat.name)
+        if entry is None or entry.member.incarnation != beat.incarnation:
             return False
-        entry.heard, entry.activity, entry.counters = now, activity, counters
+        entry.heard, entry.activity, entry.counters, entry.gauges = now, beat.activity, beat.counters, beat.gauges
         return True
 
     def role(self, name: str) -> str | None:

@@ -35,6 +35,7 @@ class Replicas:
     def joined(self, member: Member) -> Replica:
         """A new life of a replica: it holds nothing and serves nothing yet."""
         self._dead.discard(member.name)
+        self._placement.gone(member.name)
         replica = self._by_name[member.name] = Replica(member)
         return replica
 
@@ -52,11 +53,11 @@ class Replicas:
     def get(self, name: str | None) -> Replica | None:
         return self._by_name.get(name or "")
 
-    def serves(self, replica: Replica, version: int, capacity: int) -> None:
-        """`capacity`: how many groups it takes at a time."""
+    def serves(self, replica: Replica, version: int, credit: int) -> None:
+        """`credit`: how many groups it takes at a time."""
         replica.version = version
         if not replica.leaving:
-            self._placement.serves(replica.member.name, version, capacity)
+            self._placement.serves(replica.member.name, version, credit)
 
     # --- what they hold ----------------------------------------------------------------------------------------------
 

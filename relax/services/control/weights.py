@@ -11,6 +11,7 @@ from relax.ledger.states import State
 from relax.protocol.messages import Announce, Member, Published, Serving
 from relax.services.control.outbox import Outbox
 from relax.services.control.replicas import Replica, Replicas
+from relax.weights.errors import WeightError
 from relax.weights.manifest import Manifest
 
 
@@ -34,6 +35,9 @@ class Weights:
         self._early: Published | None = None
 
     def published(self, message: Published, sender: Any) -> None:
+        tag = Manifest.from_json(message.manifest, sender.name).tag
+        if tag.version != message.version:
+            raise WeightError(f"version {message.version} comes with the manifest of version {tag.version}")
         if message.version > self._gate.version:
             # The actor does not wait for the critic; a version counts as published once v has risen to it.
             self._early = message
@@ -67,7 +71,9 @@ class Weights:
         replica = self._replicas.get(sender.name)
         if replica is None or replica.member.incarnation != sender.incarnation:
             return
-        self._replicas.serves(replica, message.version, message.capacity)
+        if self.newest is None or message.version > self.newest.version:
+            raise WeightError(f"version {message.version} was not announced to anybody")
+        self._replicas.serves(replica, message.version, message.credit)
         # What went on through the update may have older tokens, whoever has not said so yet.
         may_have_tokens = {(lease.group, lease.fence) for lease in message.running}
         for group, fence in replica.samples.items():

@@ -1,0 +1,79 @@
+"""Which run a resume goes on with, from where, and whether it may: all that is checked before anything is touched."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from relax.checkpoints import Checkpoint, CheckpointDirectory
+from relax.config.options import Options
+from relax.config.resume import differences
+from relax.config.violation import ConfigError, Violation
+from relax.launch.rundir import RunDir
+
+OPTION = "--resume"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """The run at `path` goes on at batch `cut`, from `checkpoint`; from the beginning where there is none."""
+
+    path: Path
+    checkpoint: Checkpoint | None
+
+    @property
+    def cut(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.batch
+
+    def __str__(self) -> str:
+        if self.checkpoint is None:
+            return f"{self.path} has no complete checkpoint: the run begins anew at batch 0"
+        return f"{self.path} goes on at batch {self.cut}, from {self.checkpoint.path} of {self.checkpoint.created_at}"
+
+
+def newest_run(directory: Path, name: str) -> Path:
+    """The run of the highest number, for a --resume that names none. Raises ConfigError when there is no run."""
+    taken = (
+        (int(match[1]), entry)
+        for entry in (directory.iterdir() if directory.is_dir() else ())
+        if (match := re.fullmatch(re.escape(name) + r"-(\d+)", entry.name)) and (entry / "runtime.json").is_file()
+    )
+    newest = max(taken, default=None)
+    if newest is None:
+        problem = f"names no run, and {directory} holds none called {name}-<n>"
+        raise ConfigError([Violation(OPTION, None, problem, f"Give {OPTION} RUN_DIR.")])
+    return newest[1].absolute()
+
+
+def find(path: Path, options: Options) -> Resumption:
+    """What `options` may go on with at `path`. Reads the newest checkpoint to its last byte; one that is damaged is
+    named in a warning and the one before is taken.
+
+    Raises ConfigError with every reason why not: there is no run, a checkpoint is of another one, or options differ
+    that must not (each named, with both values).
+    """
+    run = RunDir.load(path)
+    checkpoint = CheckpointDirectory(run.checkpoints_dir).newest()
+    found = Resumption(run.path, checkpoint)
+    if checkpoint is not None and checkpoint.run_id != run.run_id:
+        problem = f"{checkpoint.path} is a checkpoint of run {checkpoint.run_id}, the directory is of {run.run_id}"
+        raise ConfigError([Violation(OPTION, str(path), problem, "Put the run's own checkpoints there.")])
+    refused = list(differences(_before(run), str(run.config), options, found.cut))
+    if refused:
+        raise ConfigError(refused)
+    return found
+
+
+def _before(run: RunDir) -> Mapping[str, Any]:
+    """The options of the life before."""
+    try:
+        before = yaml.safe_load(run.config.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        before = error
+    if not isinstance(before, dict):
+        problem = f"{run.config} cannot be read: {before}"
+        raise ConfigError([Violation(OPTION, str(run.path), problem, "Restore it: it tells the options of the run.")])
+    return before

@@ -1,0 +1,1 @@
+"""How a run stands: what its directory says, at any time and without its processes."""
