@@ -26,7 +26,6 @@ from relax.protocol.messages import (
     Finish,
     Finished,
     Generate,
-    Lease,
     Published,
     Ready,
     Release,
@@ -36,6 +35,7 @@ from relax.protocol.messages import (
     Started,
     Trained,
 )
+from relax.protocol.payload import Payload
 from relax.services.join import join_run
 from relax.services.service import Service
 from relax.weights.manifest import Manifest, WeightTag, set_digest
@@ -77,9 +77,11 @@ class Rollout(Played):
     async def generate(self, message: Generate, sender: Any) -> None:
         self.stages.begin()
         for order in message.orders:
-            self.report(Sampled(order.lease, self.version, TOKENS))
-            self.stages.reward.report(RewardDone(order.lease))
-            self.stages.advantages.report(Ready(order.lease, self.version, TOKENS))
+            reward, advantages = self.stages.reward, self.stages.advantages
+            kept = Payload(f"group {order.lease.group}", {}, None, self.mailbox.endpoint)
+            self.report(Sampled(order.lease, self.version, TOKENS, kept, reward.incarnation))
+            reward.report(RewardDone(order.lease, advantages.incarnation))
+            advantages.report(Ready(order.lease, self.version, TOKENS))
 
 
 class Reward(Played):
@@ -97,7 +99,7 @@ class Advantages(Played):
 
     async def assemble(self, message: Assemble, sender: Any) -> None:
         self.report(Assembled(message.batch, {}))
-        self.stages.actor.train(message.batch, message.leases)
+        self.stages.actor.train(message)
 
 
 class Actor(Played):
@@ -109,8 +111,9 @@ class Actor(Played):
     async def prepare(self) -> None:
         self.publish(0)
 
-    def train(self, batch: int, leases: tuple[Lease, ...]) -> None:
-        self.report(Started(batch))
+    def train(self, message: Assemble) -> None:
+        batch, leases = message.batch, message.leases
+        self.report(Started(batch, message.commit))
         self.report(Trained(batch, {"perf/response_tokens": ("sum", float(TOKENS * len(leases)), 1.0)}))
         self.version = batch + 1
         self.publish(batch + 1)

@@ -311,6 +311,7 @@ class Service:
         """What `work` returns; a peer that keeps it waiting is named at every peer timeout. One that this service does
         not know as a member is given up then: it was one before this service came, or never."""
         loop, patience = asyncio.get_running_loop(), self.options.peer_timeout
+        timer: asyncio.TimerHandle
 
         def silent() -> None:
             nonlocal timer

@@ -165,7 +165,7 @@ def test_a_death_while_a_replica_pulls_what_another_keeps(tmp_path: Path, dead: 
     it = desk(tmp_path, rollouts=2, **ASYNC)
     lease = next(o.lease for o in issued(it).values() if it.book[o.lease.group].holder == "rollout-0")
     bring(it, lease, State.SAMPLED)
-    it.serves("rollout-0", 0, capacity=1)  # full
+    it.serves("rollout-0", 0, credit=1)  # full
     dies(it, "reward-0")
     order = issued(it)[lease.group]
     assert it.book[lease.group].holder == "rollout-1" and kept_at(order) == "inproc://rollout-0"
@@ -176,7 +176,7 @@ def test_a_death_while_a_replica_pulls_what_another_keeps(tmp_path: Path, dead: 
         it.groups.handed_back(HandedBack(order.lease, None, None), sender("rollout-1"))
         assert issued(it)[lease.group].parked is None, "it had not"
     else:
-        it.serves("rollout-0", 0, capacity=100)
+        it.serves("rollout-0", 0, credit=100)
         again = issued(it)[lease.group]
         assert kept_at(again) == "inproc://rollout-0" and again.lease.fence == order.lease.fence + 1
     is_well(it)

@@ -31,7 +31,7 @@ def play(it: Desk) -> None:
             orders, turned_away = orders[3:], True
         for order in orders:
             it.sampled(order.lease, it.gate.version)
-            it.groups.reward_done(RewardDone(order.lease), sender("reward-0"))
+            it.groups.reward_done(RewardDone(order.lease, "advantages-0.1"), sender("reward-0"))
             it.groups.ready(Ready(order.lease, it.gate.version, 5), sender("advantages-0"))
         it.turn()
         for assemble in it.committed():

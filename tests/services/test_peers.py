@@ -33,7 +33,7 @@ async def service(cls: type[Service], peer_timeout: float = 0.3) -> Any:
     """A service with a mailbox and without a life."""
     options = Options(peer_timeout=peer_timeout)
     run: Any = SimpleNamespace(run_id="r")
-    it = cls(SimpleNamespace(name="it", options=options, run=run, controller="inproc://controller"))  # type: ignore
+    it = cls(SimpleNamespace(name="it", options=options, run=run, controller="inproc://controller", lineage=0))  # type: ignore
     it.mailbox = mailbox("it")
     it._ended = asyncio.get_running_loop().create_future()
     await it.mailbox.start()

@@ -12,6 +12,7 @@ from desk import REPORT, Desk, desk, sender
 
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Lease, Published, Ready, Sampled, Serving, Started, Trained
+from relax.protocol.payload import Payload
 from relax.services.service import ServiceError
 from relax.weights.manifest import Manifest, WeightTag, set_digest
 
@@ -27,18 +28,19 @@ def manifest(version: int) -> bytes:
 
 
 NOBODY = Lease(0, 0, 0, 9)
+KEPT = Payload("p", {}, None, "inproc://rollout-0")
 
 
 @pytest.mark.parametrize(
     ("message", "name"),
     [
         (Trained(0, REPORT), "rollout-0"),
-        (Started(0), "critic-0"),
+        (Started(0, 0), "critic-0"),
         (Published(1, manifest(1)), "rollout-0"),
         (Serving(0, 1, ()), "actor-0"),
         (Ready(NOBODY, 0, 1), "rollout-0"),
         (Filtered(NOBODY, "mood"), "reward-0"),
-        (Sampled(NOBODY, 0, 1), "actor-0"),
+        (Sampled(NOBODY, 0, 1, KEPT, ""), "actor-0"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -53,7 +55,7 @@ def test_who_has_no_say_in_it_is_named(tmp_path: Path, message: Any, name: str) 
     ("message", "name", "told"),
     [
         (Trained(7, REPORT), "actor-0", "batch 7"),
-        (Started(7), "actor-0", "batch 7 started"),
+        (Started(7, 0), "actor-0", "batch 7 started"),
         (Published(1, b"no manifest"), "actor-0", "weight manifest from actor-0"),
         (Published(0, manifest(3)), "actor-0", "version 3"),
         (Serving(5, 1, ()), "rollout-0", "version 5"),
@@ -82,10 +84,10 @@ def test_who_has_left_is_not_heard(tmp_path: Path) -> None:
     it.turn()
     lease = it.orders()[0].lease
     it.register("rollout-7", "rollout")
-    it.registry.remove(it.members["rollout-7"])
-    report(it, Sampled(lease, 0, 5), "rollout-7")
+    it.registry.remove(it.members["rollout-7"], 0.0, died=False)
+    report(it, Sampled(lease, 0, 5, KEPT, ""), "rollout-7")
     assert it.book[lease.group].state is State.ISSUED
-    report(it, Sampled(lease, 0, 5), "rollout-0")
+    report(it, Sampled(lease, 0, 5, KEPT, ""), "rollout-0")
     assert it.book[lease.group].state is State.SAMPLED
 
 

@@ -8,9 +8,14 @@ import pytest
 
 from relax.config.options import Options
 from relax.protocol.messages import TrainBatch
-from relax.protocol.payload import Payload
+from relax.protocol.payload import Payload, PayloadStore
 from relax.services.service import Context, ServiceError
-from relax.services.trainer import Trainer
+from relax.services.trainer import Taken, Trainer
+
+
+@pytest.fixture(autouse=True)
+def empty_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax.services.trainer.TrainTensors.from_arrays", lambda arrays, where: arrays)
 
 
 class Recorder(Trainer):
@@ -20,20 +25,23 @@ class Recorder(Trainer):
         options, run = Options(), SimpleNamespace(run_id="r")
         super().__init__(Context("actor-0", options, run, "", "", None, options))  # type: ignore[arg-type]
         self.trained: list[int] = []
+        mailbox: Any = SimpleNamespace(on=lambda *args: None, endpoint="inproc://actor-0")
+        self.payloads = PayloadStore(mailbox)
 
-    async def train(self, batch: int, message: TrainBatch, waited: float) -> None:
+    async def train(self, batch: int, taken: Taken, waited: float) -> None:
         self.trained.append(batch)
         self.version.reach(batch + 1)
 
 
 async def give(trainer: Recorder, batches: list[int]) -> None:
     """Sends the batches one after the other and returns once they are trained; raises what training ends with."""
+    trainer._ended = asyncio.get_running_loop().create_future()
     trainer.version.reach(0)
     training = asyncio.create_task(trainer._train_batches())
     sender: Any = SimpleNamespace(name="advantages-0")
     try:
         for batch in batches:
-            await trainer.on_train_batch(TrainBatch(batch, (), Payload.inline({})), sender)
+            await trainer.on_train_batch(TrainBatch(batch, batch, (), Payload.inline({})), sender)
             await asyncio.wait([training], timeout=0.01)
             if training.done():
                 training.result()

@@ -8,6 +8,7 @@ import structlog
 from relax.gate.gate import Gate
 from relax.gate.verdicts import Batch, GateError
 from relax.ledger.book import GroupBook
+from relax.ledger.states import LedgerError
 from relax.metrics.rows import BatchRows
 from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained, Withdraw
 from relax.services.control.draws import Draws
@@ -76,10 +77,8 @@ class Batches:
 
     def started(self, message: Started, sender: Any) -> None:
         if self._commits.get(message.batch) != message.commit:
-            raise ServiceError(
-                f"{sender.name} started batch {message.batch} under commit {message.commit}, which is not its present "
-                f"one ({self._commits.get(message.batch)})"
-            )
+            now = self._commits.get(message.batch, "none")
+            raise LedgerError(f"batch {message.batch} started under commit {message.commit}, its present one is {now}")
         self._gate.started(message.batch)
         self._book.started(message.batch)
 

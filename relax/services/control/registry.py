@@ -131,11 +131,14 @@ class Registry:
     def of_role(self, role: str) -> list[Entry]:
         return sorted((e for e in self.entries.values() if e.member.role == role), key=lambda e: e.member.name)
 
+    def vacant(self) -> list[str]:
+        """Roles without which the run cannot move and that nobody has now."""
+        return [role for role in self._needed if not self.of_role(role)]
+
     def missing(self, now: float, began: float, patience: float) -> list[str]:
         """Roles without which the run cannot move and that nobody has had for more than `patience` seconds, `began` the
         moment from which they could be taken."""
-        vacant = (role for role in self._needed if not self.of_role(role))
-        return [role for role in vacant if now - self._vacant.get(role, began) > patience]
+        return [role for role in self.vacant() if now - self._vacant.get(role, began) > patience]
 
     def silent(self, now: float, timeout: float) -> Entry | None:
         """The member that has been silent longest, if it is past `timeout` seconds."""

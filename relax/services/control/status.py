@@ -81,7 +81,7 @@ class StatusFile:
             published=gate.published_version,
             next_batch=gate.next_batch,
             waits=_waits(gate),
-            missing=tuple(registry.missing()),
+            missing=tuple(registry.vacant()),
             in_flight=gate.in_flight,
             ready=gate.ready_groups,
             slots=gate.slots,
