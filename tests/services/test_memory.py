@@ -30,7 +30,7 @@ def test_the_memory_of_children_counts() -> None:
 
 
 def beat(it: Desk, rss: float) -> None:
-    asyncio.run(it.on_heartbeat(Heartbeat("actor-0", "1", "training", {}, {"rss_bytes": rss}), None))
+    asyncio.run(it.on_heartbeat(Heartbeat("actor-0", "actor-0.1", "training", {}, {"rss_bytes": rss}), None))
 
 
 def test_a_row_has_what_each_service_weighed_last(tmp_path: Path) -> None:

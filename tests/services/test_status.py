@@ -34,17 +34,17 @@ def test_it_tells_what_the_next_batch_waits_for_and_what_replicas_hold(it: Desk)
 
 
 def test_a_beat_is_in_the_next_status(it: Desk) -> None:
-    asyncio.run(it.on_heartbeat(Heartbeat("actor-0", "1", "training batch 3", {}, {"rss_bytes": 5.0}), None))
+    asyncio.run(it.on_heartbeat(Heartbeat("actor-0", "actor-0.1", "training batch 3", {}, {"rss_bytes": 5.0}), None))
     one = seen(it, "actor-0")
     assert one.activity == "training batch 3" and one.rss_bytes == 5.0 and abs(one.heard - time.time()) < 1
 
 
 def test_another_life_is_a_restart_and_who_left_stays_in_the_list(it: Desk) -> None:
     first = seen(it, "reward-0")
-    it.register("reward-0", "reward", incarnation="2")
+    it.register("reward-0", "reward", life=2)
     again = seen(it, "reward-0")
-    assert (first.lives, again.lives, again.incarnation, again.gone) == (1, 2, "2", False)
-    it.registry.remove(it.registry.entries["reward-0"].member)
+    assert (first.lives, again.lives, again.incarnation, again.gone) == (1, 2, "reward-0.2", False)
+    it.registry.remove(it.registry.entries["reward-0"].member, 0.0, died=True)
     assert seen(it, "reward-0").gone and seen(it, "reward-0").lives == 2
 
 
