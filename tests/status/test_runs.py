@@ -101,7 +101,9 @@ def test_a_run_is_seen_from_its_start_to_kill_9_of_everything(tmp_path: Path) ->
         # The first rows know the memory, and the rates follow.
         seen = looks[-1]
         assert seen.ledger is not None and seen.ledger.trained_groups_per_s and seen.ledger.sampled_groups_per_s > 0
-        (seen,) = run.look_until(looker, lambda seen: bool(seen.ledger and seen.ledger.oldest))[-1:]
+        (seen,) = run.look_until(
+            looker, lambda seen: bool(seen.ledger and seen.ledger.oldest) and len(seen.alive) == 8
+        )[-1:]
         assert seen.ledger is not None and seen.snapshot is not None
         assert sum(stage.groups for stage in seen.ledger.stages) >= len(seen.ledger.oldest) > 0
         oldest = seen.ledger.oldest[0]
@@ -125,9 +127,9 @@ def test_a_run_is_seen_from_its_start_to_kill_9_of_everything(tmp_path: Path) ->
 
 
 def test_a_failed_run_says_who_died_and_what_came_first(tmp_path: Path) -> None:
-    with Run(tmp_path, *ENDLESS) as run:
+    with Run(tmp_path, *ENDLESS, "--restart-budget", "0/600") as run:
         looker = run.looker()
-        seen = run.look_until(looker, lambda seen: trained(seen) >= 2)[-1]
+        seen = run.look_until(looker, lambda seen: trained(seen) >= 2 and set(seen.alive) == set(SERVICES))[-1]
         assert seen.snapshot is not None
         (reward,) = [one for one in seen.snapshot.services if one.role == "advantages"]
         os.kill(reward.pid, signal.SIGKILL)
