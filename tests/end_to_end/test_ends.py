@@ -35,6 +35,10 @@ class Going:
         assert self.launcher.poll() is None, self.launcher.communicate()[0]
         return metrics.is_file() and metrics.stat().st_size > 0
 
+    def rows(self) -> int:
+        """Batches that are trained and reported."""
+        return (self.directory / "metrics.jsonl").read_bytes().count(b"\n")
+
     def process(self, name: str) -> psutil.Process:
         """The process of a service, found by its command line."""
         for process in psutil.process_iter(["cmdline"]):
@@ -73,11 +77,15 @@ def test_killing_the_launcher_leaves_nothing_behind(going: Going) -> None:
     wait_for(going.nothing_left, GONE_SECONDS, "the processes and the shared memory of the run to be gone")
 
 
-def test_a_service_that_dies_ends_the_run_and_is_named_last(going: Going) -> None:
+def test_a_rollout_that_dies_comes_back_and_an_actor_that_dies_ends_the_run_named_last(going: Going) -> None:
     going.process("rollout-0").kill()
+    rows = going.rows()
+    # One batch may have been sampled before the death; the next ones need the new life.
+    wait_for(lambda: going.rows() > rows + 2, tiny_run.PATIENCE, "batches of the rollout's next life")
+    going.process("actor").kill()
     last = going.end().strip().splitlines()[-1]
     assert going.launcher.returncode not in (0, None)
-    assert "rollout-0" in last
+    assert "actor" in last
     wait_for(going.nothing_left, GONE_SECONDS, "the processes and the shared memory of the run to be gone")
 
 
