@@ -153,7 +153,11 @@ class Stage:
     async def replica(self, name: str = "rollout-0") -> Rollout:
         """A replica that serves the rig's present weights."""
         run: Any = SimpleNamespace(
-            run_id="r", endpoint=self._endpoint, leave=lambda: None, shm_dir=self.rig.store.directory
+            run_id="r",
+            endpoint=self._endpoint,
+            leave=lambda: None,
+            shm_dir=self.rig.store.directory,
+            sign_of_life=lambda name: self.folder / f"{name}.life",
         )
         context = Context(name, self.options, run, "", self.mailbox.endpoint, None, self.options, engine="vllm")
         replica = Rollout(context)

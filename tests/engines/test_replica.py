@@ -204,13 +204,15 @@ def test_what_was_parked_badly_is_rejected(tied: Rig, monkeypatch: Patch) -> Non
             bad = {
                 1: (parked(runs=np.array([[0, 0, 3]], np.int64)), "the runs of sample 0 cover 3 tokens of 2"),
                 2: (parked(response_lens=np.array([2, 0], np.int32), finish=np.full(2, 2, np.uint8)), "has 2 samples"),
-                3: (Payload("x", parked().specs, None, "ipc:///nowhere"), "did not come with the order"),
             }
             await stage.generate(replica, *(order(group, parked=what) for group, (what, _) in bad.items()))
             for group, (_, why) in bad.items():
                 word = await stage.of_group(Rejected, group)
                 assert word.reason == "bad_parked_group" and why in word.detail
-            await stage.generate(replica, order(4, parked=parked()))
+            # What its producer does not hold any more is not bad: the group is drawn anew, with the same attempt.
+            gone = Payload("gone", parked().specs, None, stage.mailbox.endpoint)
+            await stage.generate(replica, order(3, parked=gone), order(4, parked=parked()))
+            assert (await stage.of_group(HandedBack, 3)).payload is None
             assert (await stage.sampled(4)).response_lens.tolist() == [8] * 4
 
     tied.run(scenario())
