@@ -123,7 +123,7 @@ class Chaos:
                 await observer.check()
 
         self.wait(self.all_are_there, "all services")
-        asyncio.run(asyncio.wait_for(check(), 60.0))
+        asyncio.run(asyncio.wait_for(check(), 120.0))
 
     def end(self, patience: float) -> None:
         code = self.process.wait(patience)

@@ -32,7 +32,7 @@ from relax.protocol.security import Security
 
 STAGES = ("rollout", "reward", "advantages", "critic", "actor")
 SERVED = ("issued", "sampled", "scored", "ready", "committed")
-PATIENCE = 5.0
+PATIENCE = 60.0
 
 Draw = tuple[int, int]  # group and fence
 

@@ -107,7 +107,9 @@ def test_a_run_across_two_hosts_works_with_keys_and_discloses_nothing_without(
     told = {name: intruder.end() for name, intruder in intruders.items()}
     assert told["no key"][0] == 2 and "Make keys with" in told["no key"][1], told
     assert told["foreign key"][0] == 1 and "the connection was closed" in told["foreign key"][1], told
-    assert told["plain text"][0] == 1 and "one side speaks plain text" in told["plain text"][1], told
+    # Which of the two it is depends on who hangs up first.
+    reasons = ("one side speaks plain text", "the connection was closed")
+    assert told["plain text"][0] == 1 and any(reason in told["plain text"][1] for reason in reasons), told
     run_id = json.loads((trainer.directory / "runtime.json").read_text())["run_id"]
     assert not any(run_id in text for _, text in told.values()), told
     refused = trainer.events("controller", "connection_refused")
