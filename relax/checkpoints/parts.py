@@ -14,6 +14,8 @@ from typing import Any
 
 import xxhash
 
+from relax.checkpoints.durable import sync
+
 LIST = "parts.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -36,7 +38,7 @@ def write_list(directory: Path, files: Mapping[str, File]) -> None:
     """Writes the list, synced; to be called when all files are. Raises OSError."""
     table = {name: [file.size, file.digest] for name, file in sorted(files.items())}
     write_new(directory / LIST, json.dumps(table, indent=1).encode())
-    sync_directory(directory)
+    sync(directory)
 
 
 def write_new(path: Path, data: bytes) -> File:
@@ -95,15 +97,6 @@ def digest_of(path: Path) -> str:
         while chunk := opened.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _file(path: Path, name: str, entry: Any) -> File:

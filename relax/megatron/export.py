@@ -10,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from relax.checkpoints.durable import sync
 from relax.megatron import exchange
 from relax.megatron.language import LanguageNetwork
 
@@ -54,10 +55,10 @@ def save_hf(network: LanguageNetwork, path: Path, *, shard_bytes: int = SHARD_BY
         if (network.checkpoint / name).is_file():
             shutil.copyfile(network.checkpoint / name, aside / name)
     for file in aside.iterdir():
-        _sync(file)
-    _sync(aside)
+        sync(file)
+    sync(aside)
     aside.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _write_weights(tensors: Iterator[tuple[str, Tensor]], path: Path, shard_bytes: int) -> None:
@@ -100,11 +101,3 @@ def _write_config(network: LanguageNetwork, path: Path) -> None:
     config["torch_dtype"] = dtype
     config["tie_word_embeddings"] = network.architecture.tied
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

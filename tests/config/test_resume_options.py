@@ -42,7 +42,8 @@ def test_an_option_that_was_not_set_is_to_be_left_out() -> None:
 
 def test_where_a_run_is_how_it_is_watched_and_what_is_kept_may_differ() -> None:
     assert (
-        told(log_level="debug", run_name="other", controller="ipc:///tmp/x", peer_timeout=3.0, stall_timeout=9.0) == []
+        told(log_level="debug", run_name="other", controller="ipc://elsewhere", peer_timeout=3.0, stall_timeout=9.0)
+        == []
     )
 
 
@@ -73,7 +74,7 @@ def test_a_schedule_that_would_move_with_the_end_is_refused_and_can_be_kept() ->
 
 def test_the_fingerprint_is_of_what_must_not_differ() -> None:
     one = fingerprint(Options(**BASE))
-    assert one == fingerprint(Options(**BASE | {"num_rollout": 90, "log_level": "debug", "run_dir": "/tmp/x"}))
+    assert one == fingerprint(Options(**BASE | {"num_rollout": 90, "log_level": "debug", "run_dir": "elsewhere"}))
     assert one != fingerprint(Options(**BASE | {"lr": 2e-5}))
 
 
