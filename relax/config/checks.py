@@ -8,10 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from relax.config import asynchrony
 from relax.config.budget import RestartBudget
-from relax.config.options import Options
+from relax.config.fields import flag
+from relax.config.options import NEWEST, Options
 from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
@@ -89,6 +91,31 @@ def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     if options.num_rollout is None and options.num_epoch is None:
         yield refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+
+
+@_reads("save", "save_interval", "keep_checkpoints", "num_rollout")
+def _checkpoints_are_written(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    interval, last = options.save_interval, options.num_rollout
+    if options.save:
+        if interval is not None and last is not None and interval >= last:
+            problem = f"cannot act: the run ends after {last} batches, and then a checkpoint is written anyway"
+            yield refuse(options, "save_interval", problem, "Leave it out, or give fewer batches.")
+        return
+    for name in ("save_interval", "keep_checkpoints"):
+        if options.is_set(name):
+            problem = "cannot act: --no-save writes no checkpoint"
+            yield refuse(options, name, problem, f"Leave --no-save or {flag(name)} out.")
+
+
+@_reads("run_dir", "resume")
+def _one_directory(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.run_dir is None or options.resume in (None, Path(NEWEST)):
+        return
+    if options.run_dir.absolute() != options.resume.absolute():
+        problem = f"is another directory than --run-dir {options.run_dir}, and a run goes on where it is"
+        yield refuse(options, "resume", problem, "Give one of them.")
 
 
 @_reads("restart_budget")

@@ -9,12 +9,24 @@ from typing import Any
 import yaml
 
 from relax.checkpoints import Checkpoint, CheckpointDirectory
-from relax.config.options import Options
+from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
 from relax.config.violation import ConfigError, Violation
 from relax.launch.rundir import RunDir
 
 OPTION = "--resume"
+
+
+def named(options: Options, directory: Path) -> Path | None:
+    """The directory of the run that is to go on; None where a new one begins. `directory` is where runs are numbered.
+
+    Raises ConfigError when the newest run is meant and there is none.
+    """
+    if options.resume is None:
+        return None
+    if options.run_dir is not None:
+        return options.run_dir
+    return newest_run(directory, options.run_name) if options.resume == Path(NEWEST) else options.resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,7 @@ def find(path: Path, options: Options) -> Resumption:
     if checkpoint is not None and checkpoint.run_id != run.run_id:
         problem = f"{checkpoint.path} is a checkpoint of run {checkpoint.run_id}, the directory is of {run.run_id}"
         raise ConfigError([Violation(OPTION, str(path), problem, "Put the run's own checkpoints there.")])
-    refused = list(differences(_before(run), str(run.config), options, found.cut))
+    refused = list(differences(_before(run), str(run.config), options, found.cut, exported=run.export_dir.exists()))
     if refused:
         raise ConfigError(refused)
     return found
