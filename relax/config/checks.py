@@ -8,12 +8,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 from relax.config import asynchrony
 from relax.config.budget import RestartBudget
 from relax.config.fields import flag
-from relax.config.options import NEWEST, Options
+from relax.config.options import Options
 from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
@@ -106,16 +105,6 @@ def _checkpoints_are_written(resolved: Resolved) -> Iterator[Violation]:
         if options.is_set(name):
             problem = "cannot act: --no-save writes no checkpoint"
             yield refuse(options, name, problem, f"Leave --no-save or {flag(name)} out.")
-
-
-@_reads("run_dir", "resume")
-def _one_directory(resolved: Resolved) -> Iterator[Violation]:
-    options = resolved.options
-    if options.run_dir is None or options.resume in (None, Path(NEWEST)):
-        return
-    if options.run_dir.absolute() != options.resume.absolute():
-        problem = f"is another directory than --run-dir {options.run_dir}, and a run goes on where it is"
-        yield refuse(options, "resume", problem, "Give one of them.")
 
 
 @_reads("restart_budget")

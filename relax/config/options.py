@@ -54,6 +54,8 @@ class RunOptions(Section):
         metavar="[RUN_DIR]",
         bare=NEWEST,
     )
+    no_load_optim: bool = opt(False, "resume with a fresh optimizer, whose steps and schedule begin anew")
+    no_load_rng: bool = opt(False, "resume with the random generators of the seed")
     load: Path | None = opt(None, "start a new run from this checkpoint", unavailable=NO_LOAD)
     save: bool = opt(True, "write checkpoints")
     save_interval: int | None = opt(None, "batches between two checkpoints; one more is written at the end", ge=1)

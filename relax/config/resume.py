@@ -14,6 +14,8 @@ from relax.config.violation import Violation
 FREE = PER_SERVICE | {
     "run_name",
     "load",
+    "no_load_optim",
+    "no_load_rng",
     "save",
     "save_interval",
     "keep_checkpoints",

@@ -14,6 +14,7 @@ from relax.config.machine import check_machine
 from relax.config.options import Options
 from relax.config.resolve import Resolved, accepted, resolve
 from relax.config.schema import RESTARTED
+from relax.config.simulated import is_simulated
 from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
@@ -21,11 +22,11 @@ from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView, end_of_rows
-from relax.launch.resume import Resumption, find, named
+from relax.launch.resume import Resumption, find, misfits, named
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
 from relax.protocol.errors import PeerSilent
-from relax.protocol.hello import ask_run_id
+from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
 
 REFUSED = 2
@@ -73,6 +74,8 @@ def _validate(given: Given) -> tuple[Resolved, Resumption | None]:
 
     def check_run_dir(resolved: Resolved) -> list[Violation]:
         nonlocal resumption
+        if found := list(misfits(resolved.options, is_simulated(resolved.topology))):
+            return located(resolved, found)
         if resolved.options.resume is not None:
             try:
                 resumption = _resumption(resolved, node)
@@ -167,10 +170,10 @@ def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) ->
         security = Security.of(options.insecure, options.keys)
     except KeyProblem as refused:
         raise ConfigError([refused.violation]) from None
-    run_id = asyncio.run(ask_run_id(topology.controller, options.startup_timeout, security))
+    life = asyncio.run(ask_run(topology.controller, options.startup_timeout, security))
     return RunDir.join(
         options.run_dir,
-        run_id,
+        life,
         name=options.run_name,
         directory=topology.directory,
         config=config,

@@ -1,7 +1,7 @@
 """Which run a resume goes on with, from where, and whether it may: all that is checked before anything is touched."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import yaml
 from relax.checkpoints import Checkpoint, CheckpointDirectory
 from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
-from relax.config.violation import ConfigError, Violation
+from relax.config.violation import ConfigError, Violation, refuse
 from relax.launch.rundir import RunDir
 
 OPTION = "--resume"
@@ -44,6 +44,20 @@ class Resumption:
         if self.checkpoint is None:
             return f"{self.path} has no complete checkpoint: the run begins anew at batch 0"
         return f"{self.path} goes on at batch {self.cut}, from {self.checkpoint.path} of {self.checkpoint.created_at}"
+
+
+def misfits(options: Options, simulated: bool) -> Iterator[Violation]:
+    """Options about a resume that do not fit each other, or without one have nothing to say. For the launcher alone:
+    the services find in the run's directory what they go on from."""
+    path, directory = options.resume, options.run_dir
+    given = path if path != Path(NEWEST) else None
+    if given is not None and directory is not None and given.absolute() != directory.absolute():
+        problem = f"is another directory than --run-dir {directory}, and a run goes on where it is"
+        yield refuse(options, "resume", problem, "Give one of them.")
+    for name in ("no_load_optim", "no_load_rng"):
+        if getattr(options, name) and (simulated or path is None):
+            why = "the engines are simulated" if simulated else "without --resume no checkpoint is loaded"
+            yield refuse(options, name, f"cannot act: {why}", "Leave it out.")
 
 
 def newest_run(directory: Path, name: str) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 from relax.metrics import Metrics
 from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started
 from relax.services.actor_work import PUBLICATION, ActorWork
-from relax.services.model_copies import ModelCopies
+from relax.services.model_copies import ModelCopies, load_part
 from relax.services.publishing import Publishing, Staged
 from relax.services.ranks import Leader, Ranks
 from relax.services.service import Context, ServiceError
@@ -58,7 +58,7 @@ class Actor(Trainer):
         self.log.info("model_built", parameters=self._work.policy.num_parameters)
         if self.run.checkpoint is not None:
             self.activity = "loading the checkpoint"
-            self.steps = (await self._ranks.run(self._work.load, str(self.run.checkpoint / self.role))).steps
+            self.steps = (await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)).steps
         if o.save and o.save_interval is not None:
             self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
         await self._offer(self.context.cut)

@@ -258,7 +258,7 @@ class Controller(Service):
     # --- members -----------------------------------------------------------------------------------------------------
 
     async def on_hello(self, message: Hello, sender: Any) -> Welcome:
-        return Welcome(self.run.run_id, self.lineage)
+        return Welcome(self.run.run_id, self.lineage, self.context.cut)
 
     async def on_register(self, message: Register, sender: Any) -> Registered:
         await self._open_for_members.wait()

@@ -14,7 +14,7 @@ from relax.metrics import Metrics
 from relax.protocol.messages import Values, ValuesRequest
 from relax.protocol.tensors import Responses
 from relax.services.critic_work import CriticWork
-from relax.services.model_copies import ModelCopies
+from relax.services.model_copies import ModelCopies, load_part
 from relax.services.ranks import Ranks
 from relax.services.service import Context, ServiceError
 from relax.services.trainer import Taken, Trainer
@@ -38,7 +38,7 @@ class Critic(Trainer):
         self.log.info("model_built", parameters=self._work.critic.num_parameters)
         if self.run.checkpoint is not None:
             self.activity = "loading the checkpoint"
-            await self._ranks.run(self._work.load, str(self.run.checkpoint / self.role))
+            await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)
         if self.options.save and self.options.save_interval is not None:
             self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
         self.begin(ModelCopies(self._ranks, self._work))

@@ -66,16 +66,21 @@ class Keeping:
                 if self._held is not None:
                     await self._copies.drop()  # of a cut that nobody asks for any more
                 await self._take(cut)
-        whole = self._checkpoints / message.directory
         try:
-            if not await asyncio.to_thread(whole.is_dir):
-                problem = f"{whole} is not there; the hosts of controller and {self._role} must share the directory"
-                return Saved(cut, problem)
-            with self._watchdog.work():
-                return Saved(cut, await self._copies.write(whole / self._role))
+            return await write_part(self._copies, self._checkpoints, self._role, message, self._watchdog)
         finally:
             self._held = None
 
     async def _take(self, cut: int) -> None:
         self._held = cut
         await self._copies.take(cut)
+
+
+async def write_part(copies: Copies, checkpoints: Path, role: str, message: Save, watchdog: Watchdog) -> Saved:
+    """Writes what was copied into the checkpoint that the controller has begun. The copy is gone then."""
+    whole = checkpoints / message.directory
+    if not await asyncio.to_thread(whole.is_dir):
+        await copies.drop()
+        return Saved(message.batch, f"{whole} is not there: the hosts of controller and {role} must share it")
+    with watchdog.work():
+        return Saved(message.batch, await copies.write(whole / role))

@@ -3,9 +3,14 @@
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from relax.megatron.snapshot import SaveError
+import structlog
+
+from relax.config.options import Options
+from relax.megatron.snapshot import Loaded, SaveError
 from relax.services.ranks import Ranks
 from relax.services.saved_work import SavedWork
+
+log = structlog.get_logger()
 
 W = TypeVar("W", bound=SavedWork)
 
@@ -28,3 +33,10 @@ class ModelCopies(Generic[W]):
 
     async def drop(self) -> None:
         await self._ranks.run(self._work.drop_snapshot)
+
+
+async def load_part(ranks: Ranks[W], work: W, part: Path, options: Options) -> Loaded:
+    """Takes over a part of a checkpoint, except for what the user does without. Raises CheckpointError."""
+    loaded = await ranks.run(work.load, str(part), not options.no_load_optim, not options.no_load_rng)
+    log.info("checkpoint_loaded", path=str(part), steps=loaded.steps, optimizer=loaded.optimizer, rng=loaded.generators)
+    return loaded

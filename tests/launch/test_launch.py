@@ -349,7 +349,7 @@ def controller_of(run_id: str) -> Iterator[str]:
     loop = asyncio.new_event_loop()
 
     async def welcome(message: Hello, sender: object) -> Welcome:
-        return Welcome(run_id, 0)
+        return Welcome(run_id, 0, 0)
 
     async def serve() -> None:
         bind = f"tcp://{socket.gethostbyname(socket.gethostname())}:0"
