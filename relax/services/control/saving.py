@@ -28,7 +28,7 @@ log = structlog.get_logger()
 class Saving:
     """`roles` are the services with a model to be saved; `interval` in batches (None: at the end alone). `last` is the
     cut of the newest checkpoint that was begun and `written` of the newest that is complete, at first the one that the
-    lineage began from. `room` gives the bytes of a checkpoint, None where they are not known yet."""
+    lineage began from (-1: none). `room` gives the bytes of a checkpoint, None where they are not known yet."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Saving:
         self._interval, self._deadline, self._room = interval, deadline, room
         self._one = asyncio.Lock()
         self.last = first_batch
-        self.written = first_batch
+        self.written = first_batch or -1
         self.failed = 0
 
     def due(self, version: int) -> int | None:
