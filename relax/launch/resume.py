@@ -70,7 +70,7 @@ def newest_run(directory: Path, name: str) -> Path:
     newest = max(taken, default=None)
     if newest is None:
         problem = f"names no run, and {directory} holds none called {name}-<n>"
-        raise ConfigError([Violation(OPTION, None, problem, f"Give {OPTION} RUN_DIR.")])
+        raise ConfigError([Violation(OPTION, NEWEST, problem, f"Give {OPTION} RUN_DIR.")])
     return newest[1].absolute()
 
 
