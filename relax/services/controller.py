@@ -134,7 +134,7 @@ class Controller(Service):
         self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me)
         self.saving: Saving | None = None  # there is none with --no-save
         self._stream_end_told = False
-        self._finishing = False
+        self._finishing = self._going_home = False
         self._started_at = self._moved = time.monotonic()
         self._open_for_members = asyncio.Event()
         self._woken = asyncio.Event()
@@ -355,11 +355,13 @@ class Controller(Service):
             looked = now
             if now - before > HELD_UP_SECONDS:
                 self.registry.bear_with(now - before)
-            if self._finishing:
+            if self._going_home:
                 continue
             while (quiet := self.registry.silent(now, self.options.peer_timeout)) is not None:
                 silence = f"has been silent for {now - quiet.heard:.0f} s"
                 self._ended_life(quiet, f"{silence} (--peer-timeout {self.options.peer_timeout:g})", now)
+            if self._finishing:
+                continue
             if self.replicas.all_leave and not self.gate.finished:
                 raise ServiceError("every rollout replica has left, and the run has batches to sample")
             found = trouble(
@@ -421,7 +423,9 @@ class Controller(Service):
             self.send(endpoint, message)
         for replica in self.replicas.departures():
             self.spawn(self._part_from(replica.member), f"parting from {replica.member.name}")
-        if self.gate.finished and self.gate.version == self.gate.next_batch:
+        # A resume may have nothing left to train; the actor can be told so once it is there.
+        at_work = self.gate.published_version is not None
+        if at_work and self.gate.finished and self.gate.version == self.gate.next_batch:
             self._finishing = True
             self.spawn(self._finish(), "finish")
 
@@ -451,6 +455,7 @@ class Controller(Service):
         while self.rows.open and time.monotonic() < deadline:
             self.rows.close_due()
             await asyncio.sleep(CHECK_SECONDS / 5)
+        self._going_home = True
         await self._send_home(Shutdown("the run is finished", failed=False))
         self.end(0)
 
