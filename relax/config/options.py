@@ -54,6 +54,7 @@ class RunOptions(Section):
         metavar="[RUN_DIR]",
         bare=NEWEST,
     )
+    restart: bool = opt(False, "when actor, critic or controller die, resume by itself, within the restart budget")
     no_load_optim: bool = opt(False, "resume with a fresh optimizer, whose steps and schedule begin anew")
     no_load_rng: bool = opt(False, "resume with the random generators of the seed")
     load: Path | None = opt(None, "start a new run from this checkpoint", unavailable=NO_LOAD)

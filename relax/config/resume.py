@@ -14,6 +14,7 @@ from relax.config.violation import Violation
 FREE = PER_SERVICE | {
     "run_name",
     "load",
+    "restart",
     "no_load_optim",
     "no_load_rng",
     "save",

@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +23,8 @@ from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
-from relax.launch.progress import PlainView, Progress, TableView, end_of_rows
-from relax.launch.resume import Resumption, find, misfits, named
+from relax.launch.progress import PlainView, Progress, TableView, View, end_of_rows
+from relax.launch.resume import Resumption, find, misfits, named, restart_acts
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
 from relax.protocol.errors import PeerSilent
@@ -74,7 +76,10 @@ def _validate(given: Given) -> tuple[Resolved, Resumption | None]:
 
     def check_run_dir(resolved: Resolved) -> list[Violation]:
         nonlocal resumption
-        if found := list(misfits(resolved.options, is_simulated(resolved.topology))):
+        assert resolved.topology is not None
+        found = [*misfits(resolved.options, is_simulated(resolved.topology))]
+        found += restart_acts(resolved.options, resolved.topology.spans_hosts)
+        if found:
             return located(resolved, found)
         if resolved.options.resume is not None:
             try:
@@ -84,7 +89,6 @@ def _validate(given: Given) -> tuple[Resolved, Resumption | None]:
             return []
         if resolved.options.run_dir is not None:
             return located(resolved, refusals(resolved.options.run_dir))
-        assert resolved.topology is not None
         return directory_refusals(resolved.topology.directory, str(resolved.topology.path))
 
     def check_this_machine(resolved: Resolved) -> list[Violation]:
@@ -124,29 +128,63 @@ def _launch(resolved: Resolved, given: Given, command: Command, found: Resumptio
     except PeerSilent as silent:
         print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
         return 1
-    plans = plan(resolved, run, given.own.node, given.options, command)
     print(f"run directory: {run.path}")
     if found is not None:
         print(f"resume: {found} (lineage {run.lineage})")
-    print(f"services: {', '.join(process.name for process in plans)}")
+    services = [process.name for process in plan(resolved, run, given.own.node, given.options, command)]
+    print(f"services: {', '.join(services)}")
     print(f"bounds: {bounds(resolved)}", flush=True)
     progress = Progress(run.metrics, planned_batches(options), end_of_rows(run.metrics))
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
+    budget, resumed = RestartBudget.parse(options.restart_budget), deque[float]()
     with view:
-        mark = mark_of(run, given.own.node)
-        supervisor = Supervisor(
-            run,
-            plans,
-            mark=mark,
-            peer_timeout=options.peer_timeout,
-            startup_timeout=options.startup_timeout,
-            budget=RestartBudget.parse(options.restart_budget),
-            restarted=_restarted(options),
-            tick=view.tick,
-        )
-        outcome = supervisor.run()
-        view.tick(supervisor.children)
+        while True:
+            outcome = _live(resolved, given, command, run, view)
+            while resumed and time.monotonic() - resumed[0] >= budget.seconds:
+                resumed.popleft()
+            if not options.restart or not _resumable(outcome, resolved) or len(resumed) >= budget.restarts:
+                break
+            resumed.append(time.monotonic())
+            print(f"{outcome.text}; the run is resumed", file=sys.stderr, flush=True)
+            try:
+                found = find(run.path, options)
+                run, began = _resume(resolved, found), datetime.now(UTC)
+            except ConfigError as refused:
+                for violation in refused.violations:
+                    print(f"it cannot be resumed: {violation}", file=sys.stderr)
+                break
+            print(f"resume: {found} (lineage {run.lineage})", file=sys.stderr, flush=True)
     return _report(run, given.own.node, outcome, began)
+
+
+def _live(resolved: Resolved, given: Given, command: Command, run: RunDir, view: View) -> Outcome:
+    """One life of the run, from the start of its services to the end of the last."""
+    options = resolved.options
+    supervisor = Supervisor(
+        run,
+        plan(resolved, run, given.own.node, given.options, command),
+        mark=mark_of(run, given.own.node),
+        peer_timeout=options.peer_timeout,
+        startup_timeout=options.startup_timeout,
+        budget=RestartBudget.parse(options.restart_budget),
+        restarted=_restarted(options),
+        tick=view.tick,
+    )
+    outcome = supervisor.run()
+    view.tick(supervisor.children)
+    return outcome
+
+
+def _resumable(outcome: Outcome, resolved: Resolved) -> bool:
+    """Whether one of those failed without whom a run does not go on; what ends for another reason would again."""
+    assert resolved.topology is not None
+    roles = {service.name: service.role for service in resolved.topology.services}
+    failed = {roles[name] for name in outcome.failed}
+    return outcome.code == 1 and bool(failed) and not failed & _restarted(resolved.options)
+
+
+def _resume(resolved: Resolved, found: Resumption) -> RunDir:
+    return RunDir.resume(found.path, found.cut, config=resolved.config_yaml(), topology=resolved.topology_text)
 
 
 def _restarted(options: Options) -> frozenset[str]:
@@ -161,7 +199,7 @@ def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) ->
     config, text = resolved.config_yaml(), resolved.topology_text
     if any(service.role == "controller" for service in topology.on(node)):
         if found is not None:
-            return RunDir.resume(found.path, found.cut, config=config, topology=text)
+            return _resume(resolved, found)
         path = options.run_dir or numbered(topology.directory, options.run_name)
         return RunDir.create(path, config=config, topology=text)
     assert topology.controller is not None  # checked: a topology of several hosts names its controller's endpoint

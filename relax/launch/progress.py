@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from relax.launch.supervisor import Child
 
@@ -102,6 +102,12 @@ def duration(seconds: float | None) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+class View(Protocol):
+    """What the launcher shows while the run goes on."""
+
+    def tick(self, children: Sequence[Child]) -> None: ...
 
 
 class PlainView:

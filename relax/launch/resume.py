@@ -60,6 +60,20 @@ def misfits(options: Options, simulated: bool) -> Iterator[Violation]:
             yield refuse(options, name, f"cannot act: {why}", "Leave it out.")
 
 
+def restart_acts(options: Options, hosts: bool) -> Iterator[Violation]:
+    """Whether --restart can do what it says. `hosts`: the run is on several."""
+    if not options.restart:
+        return
+    if not options.save:
+        yield refuse(options, "restart", "cannot act: --no-save leaves nothing to go on from", "Leave one of them out.")
+    if hosts:
+        problem = "cannot act: the launcher of each host ends with the run"
+        yield refuse(options, "restart", problem, "Leave it out, and start every host again with --resume.")
+    if options.no_load_optim or options.no_load_rng:
+        problem = "does not go with --no-load-optim and --no-load-rng: it would do without them each time"
+        yield refuse(options, "restart", problem, "Leave it out in the launch that loads without a part.")
+
+
 def newest_run(directory: Path, name: str) -> Path:
     """The run of the highest number, for a --resume that names none. Raises ConfigError when there is no run."""
     taken = (

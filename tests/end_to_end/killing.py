@@ -70,6 +70,12 @@ class Life:
             victims = [process.pid for process in processes_of(mark)]
         self._output.close()
 
+    def kill_service(self, name: str) -> None:
+        """kill -9 of one service."""
+        mark, words = mark_of(RunDir.load(self.directory), None), f"--name {name} "
+        (victim,) = (process.pid for process in processes_of(mark) if words in process.command)
+        os.kill(victim, signal.SIGKILL)
+
     def end(self, patience: float = START) -> int:
         try:
             return self.process.wait(patience)

@@ -197,3 +197,15 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, data: str) -> None:
     (life.directory / "runtime.json").unlink()
     life = again(tmp_path)
     assert life.end() == 2 and "is no run directory" in life.output
+
+
+@pytest.mark.parametrize("victim", ["actor", "controller"])
+def test_with_restart_a_run_resumes_by_itself(tmp_path: Path, data: str, victim: str) -> None:
+    tiny_run.write_topology(tmp_path, **SIMULATED | {"prompt_data": data, "num_rollout": None, "num_epoch": EPOCHS})
+    life = Life(tmp_path, "--restart")
+    assert life.until(lambda: life.trained() >= 7), life.output
+    life.kill_service(victim)
+    assert life.end() == 0, life.output
+    assert f"{victim} was killed by SIGKILL; the run is resumed" in life.output
+    assert "goes on at batch 5, from" in life.output
+    check(life, 1)
