@@ -138,6 +138,7 @@ def test_four_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, data: str) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 def test_twenty_kills_at_random_moments(tmp_path: Path, data: str) -> None:
     life = begin(tmp_path, prompt_data=data, num_rollout=None, num_epoch=EPOCHS, save_interval=2)
     chosen, kills = random.Random(5), 0
