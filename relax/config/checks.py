@@ -11,12 +11,14 @@ from math import prod
 
 from relax.config import asynchrony
 from relax.config.budget import RestartBudget
+from relax.config.fields import flag
 from relax.config.options import Options
 from relax.config.reach import other_hosts_need_keys
 from relax.config.refusals import NAME_FIX
 from relax.config.resolve import Resolved
 from relax.config.schema import LONGEST_RUN_NAME, RANKED, RUN_NAME
 from relax.config.simulated import a_simulated_engine_has_no_model, engines_agree, is_simulated, options_act
+from relax.config.topology import Topology
 from relax.config.violation import Violation, refuse
 
 Check = Callable[[Resolved], Iterable[Violation]]
@@ -47,9 +49,13 @@ def warnings(resolved: Resolved) -> list[str]:
     """What is legal but probably not meant; printed once at start."""
     from relax.algorithms.contracts import warnings as algorithm_warnings
 
-    if is_simulated(resolved.topology):
-        return []
-    return list(algorithm_warnings(resolved.options))
+    found = [] if is_simulated(resolved.topology) else list(algorithm_warnings(resolved.options))
+    if resolved.options.save and resolved.options.run_dir is None and _apart(resolved.topology):
+        found.append(
+            "no checkpoint will be written: controller and models are on several hosts; give --run-dir on a file "
+            "system that all of them share, or --no-save"
+        )
+    return found
 
 
 def located(resolved: Resolved, found: Iterable[Violation]) -> list[Violation]:
@@ -63,6 +69,13 @@ def located(resolved: Resolved, found: Iterable[Violation]) -> list[Violation]:
         if name not in resolved.suspects and violation not in kept:
             kept.append(violation)
     return kept
+
+
+def _apart(topology: Topology | None) -> bool:
+    """Whether what writes parts of a checkpoint is on another host than the controller."""
+    if topology is None:
+        return False
+    return len({service.node for service in topology.services if service.role in ("controller", "actor", "critic")}) > 1
 
 
 class _Reading:
@@ -89,6 +102,25 @@ def _has_an_end(resolved: Resolved) -> Iterator[Violation]:
     options = resolved.options
     if options.num_rollout is None and options.num_epoch is None:
         yield refuse(options, "num_rollout", "is not set, and neither is --num-epoch", "Say when the run ends.")
+
+
+@_reads("save", "save_interval", "keep_checkpoints", "num_rollout", "run_dir")
+def _checkpoints_are_written(resolved: Resolved) -> Iterator[Violation]:
+    options = resolved.options
+    if options.save and options.save_interval is not None and options.run_dir is None and _apart(resolved.topology):
+        problem = "cannot act: controller and models are on hosts that share no run directory"
+        yield refuse(options, "save_interval", problem, "Give --run-dir on a file system that all of them share.")
+        return
+    interval, last = options.save_interval, options.num_rollout
+    if options.save:
+        if interval is not None and last is not None and interval >= last:
+            problem = f"cannot act: the run ends after {last} batches, and then a checkpoint is written anyway"
+            yield refuse(options, "save_interval", problem, "Leave it out, or give fewer batches.")
+        return
+    for name in ("save_interval", "keep_checkpoints"):
+        if options.is_set(name):
+            problem = "cannot act: --no-save writes no checkpoint"
+            yield refuse(options, name, problem, f"Leave --no-save or {flag(name)} out.")
 
 
 @_reads("restart_budget")

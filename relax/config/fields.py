@@ -13,12 +13,14 @@ from pydantic.fields import FieldInfo
 @dataclass(frozen=True, slots=True)
 class Extra:
     """What pydantic does not hold: `derived` says from what a missing value is computed, `unavailable` what to do
-    instead of an option whose part is not built yet, `required` that the user must give it."""
+    instead of an option whose part is not built yet, `required` that the user must give it, `bare` what the flag means
+    without a value, where it may stand so."""
 
     derived: str = ""
     unavailable: str = ""
     required: bool = False
     metavar: str = ""
+    bare: str = ""
 
 
 def opt(
@@ -29,11 +31,12 @@ def opt(
     unavailable: str = "",
     required: bool = False,
     metavar: str = "",
+    bare: str = "",
     **constraints: Any,
 ) -> Any:
     """Declares an option. `constraints` are pydantic's (ge, gt, le, lt)."""
     info = Field(default, description=help, **constraints)
-    info.metadata.append(Extra(derived, unavailable, required, metavar))
+    info.metadata.append(Extra(derived, unavailable, required, metavar, bare))
     return info
 
 

@@ -139,7 +139,7 @@ def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         flag(name),
         dest=name,
         nargs="?",
-        const=_NO_VALUE,
+        const=about.bare or _NO_VALUE,
         default=argparse.SUPPRESS,
         metavar=about.metavar or _metavar(field),
         help=text,

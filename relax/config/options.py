@@ -26,9 +26,11 @@ Estimator = Literal[
 Dtype = Literal["float32", "bfloat16"]
 
 # What may differ between the services of one run: where each of them finds it and its keys, and how much it logs.
-PER_SERVICE = frozenset({"run_dir", "controller", "log_level", "keys"})
+PER_SERVICE = frozenset({"run_dir", "controller", "log_level", "keys", "resume"})
 
-NO_CHECKPOINTS = "Checkpoints of the pipeline are not written yet; the final model is in export/ of the run directory."
+NEWEST = "newest"
+"""The value of --resume that names no directory: the newest run of this name."""
+NO_LOAD = "A run begins with --hf-checkpoint, and one goes on with --resume."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
 
 
@@ -46,11 +48,19 @@ class RunOptions(Section):
     num_rollout: int | None = opt(None, "end after this many rollout batches", ge=1)
     num_epoch: int | None = opt(None, "end after this many passes over the prompts; the earlier end counts", ge=1)
     log_level: Literal["debug", "info", "warning", "error"] = opt("info", "least level written to the logs")
-    resume: Path | None = opt(None, "resume this run from its newest checkpoint", unavailable=NO_CHECKPOINTS)
-    load: Path | None = opt(None, "start a new run from this checkpoint", unavailable=NO_CHECKPOINTS)
-    save: bool = opt(True, "write checkpoints", unavailable=NO_CHECKPOINTS)
-    save_interval: int | None = opt(None, "batches between two checkpoints", ge=1, unavailable=NO_CHECKPOINTS)
-    keep_checkpoints: int = opt(2, "checkpoints kept", ge=1, unavailable=NO_CHECKPOINTS)
+    resume: Path | None = opt(
+        None,
+        "go on with this run, or with the newest of this name, from its newest checkpoint",
+        metavar="[RUN_DIR]",
+        bare=NEWEST,
+    )
+    restart: bool = opt(False, "when actor, critic or controller die, resume by itself, within the restart budget")
+    no_load_optim: bool = opt(False, "resume with a fresh optimizer, whose steps and schedule begin anew")
+    no_load_rng: bool = opt(False, "resume with the random generators of the seed")
+    load: Path | None = opt(None, "start a new run from this checkpoint", unavailable=NO_LOAD)
+    save: bool = opt(True, "write checkpoints")
+    save_interval: int | None = opt(None, "batches between two checkpoints; one more is written at the end", ge=1)
+    keep_checkpoints: int = opt(2, "checkpoints kept, the newest ones", ge=1)
 
 
 class DataOptions(Section):

@@ -13,8 +13,10 @@ from relax.config.violation import Violation
 # What says how a run is watched, kept and named, not what it trains.
 FREE = PER_SERVICE | {
     "run_name",
-    "resume",
     "load",
+    "restart",
+    "no_load_optim",
+    "no_load_rng",
     "save",
     "save_interval",
     "keep_checkpoints",
@@ -42,9 +44,11 @@ def fingerprint(options: Options) -> str:
     return xxhash.xxh3_128(yaml.safe_dump(fixed(options), sort_keys=True).encode()).hexdigest()
 
 
-def differences(before: Mapping[str, Any], source: str, options: Options, cut: int) -> Iterator[Violation]:
+def differences(
+    before: Mapping[str, Any], source: str, options: Options, cut: int, *, exported: bool = True
+) -> Iterator[Violation]:
     """Why a run with the options `before` (as in config.yaml, at `source`) cannot go on with `options` at batch `cut`:
-    one violation for each that differs."""
+    one violation for each that differs. A run that is trained to its end may go on until its model is `exported`."""
     for name, value in fixed(options).items():
         # An option that is younger than that run had its default.
         old = before.get(name, Options.model_fields[name].default if name not in before else None)
@@ -60,7 +64,7 @@ def differences(before: Mapping[str, Any], source: str, options: Options, cut: i
             problem = f"the run that is resumed has {_text(old)} ({source}), and its end may only be moved further"
             fix = f"Leave {flag(name)} out." if old is None else f"Give {flag(name)} {old} or more."
             yield Violation(flag(name), new, problem, fix)
-    if options.num_rollout is not None and options.num_rollout <= cut:
+    if options.num_rollout is not None and (options.num_rollout < cut or (exported and options.num_rollout == cut)):
         problem = f"the run is finished: batch {cut - 1} is trained and saved"
         yield Violation(
             flag("num_rollout"), options.num_rollout, problem, "Give more batches to go on; the model is in export/."

@@ -11,6 +11,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,8 +143,10 @@ class VllmEngine:
         process = self._watched.pop(fd)
         asyncio.get_running_loop().remove_reader(fd)
         os.close(fd)
-        process.join(1)
-        code = process.exitcode
+        # vLLM's own monitor waits for the same child: where it has reaped it, the code is known a moment later.
+        give_up = time.monotonic() + 1
+        while (code := process.exitcode) is None and time.monotonic() < give_up:
+            time.sleep(0.005)
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         reason = f"vLLM's process {process.pid} ended by {how}; its last lines are in this service's output"
         if not self.died.done():

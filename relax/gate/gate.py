@@ -89,7 +89,8 @@ class Gate:
             raise ValueError(f"spare = {spare}: must be 0, or more where max_staleness is 0 (here {max_staleness})")
         if first_batch < 0:
             raise ValueError(f"first_batch = {first_batch}: batches are counted from 0")
-        if last_batch is not None and last_batch < first_batch:
+        # One below: a resume whose batches are all trained, and which has the end of the run left to do.
+        if last_batch is not None and last_batch < max(first_batch - 1, 0):
             raise ValueError(f"last_batch = {last_batch}: the first batch is {first_batch}")
         self.batch_size = batch_size
         self.max_staleness = max_staleness

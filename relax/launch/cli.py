@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,17 +16,19 @@ from relax.config.machine import check_machine
 from relax.config.options import Options
 from relax.config.resolve import Resolved, accepted, resolve
 from relax.config.schema import RESTARTED
+from relax.config.simulated import is_simulated
 from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
 from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
-from relax.launch.progress import PlainView, Progress, TableView
+from relax.launch.progress import PlainView, Progress, TableView, View, end_of_rows
+from relax.launch.resume import Resumption, find, misfits, named, restart_acts
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
 from relax.protocol.errors import PeerSilent
-from relax.protocol.hello import ask_run_id
+from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
 
 REFUSED = 2
@@ -40,19 +44,23 @@ def main(argv: Sequence[str] | None = None, command: Command = service_command) 
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plan, start nothing")
     try:
         given = parser.parse(sys.argv[1:] if argv is None else argv)
-        resolved = _validate(given)
+        resolved, found = _validate(given)
     except ConfigError as refused:
         return _refuse(refused.violations)
     for warning in warnings(resolved):
         print(f"warning: {warning}", file=sys.stderr)
     if given.own.dry_run:
         print(describe(resolved, given.own.node))
+        if found is not None:
+            print(f"\n{found}")
         print("\nNothing was started.")
         return 0
-    return _launch(resolved, given, command)
+    return _launch(resolved, given, command, found)
 
 
-def _validate(given: Given) -> Resolved:
+def _validate(given: Given) -> tuple[Resolved, Resumption | None]:
+    """The options, and what a resume goes on with."""
+    resumption = None
     topology, node = given.own.topology, given.own.node
     resolved = resolve(given.options, topology, given.violations, given.suspects)
 
@@ -67,15 +75,38 @@ def _validate(given: Given) -> Resolved:
         ]
 
     def check_run_dir(resolved: Resolved) -> list[Violation]:
+        nonlocal resumption
+        assert resolved.topology is not None
+        found = [*misfits(resolved.options, is_simulated(resolved.topology))]
+        found += restart_acts(resolved.options, resolved.topology.spans_hosts)
+        if found:
+            return located(resolved, found)
+        if resolved.options.resume is not None:
+            try:
+                resumption = _resumption(resolved, node)
+            except ConfigError as refused:
+                return located(resolved, refused.violations)
+            return []
         if resolved.options.run_dir is not None:
             return located(resolved, refusals(resolved.options.run_dir))
-        assert resolved.topology is not None
         return directory_refusals(resolved.topology.directory, str(resolved.topology.path))
 
     def check_this_machine(resolved: Resolved) -> list[Violation]:
         return check_machine(resolved, node)
 
-    return accepted(resolved, check_options, check_node, check_run_dir, check_this_machine)
+    accepted(resolved, check_options, check_node, check_run_dir, check_this_machine)
+    return resolved, resumption
+
+
+def _resumption(resolved: Resolved, node: str | None) -> Resumption | None:
+    """None on a host without the controller, which joins the run as it is. Raises ConfigError."""
+    topology = resolved.topology
+    assert topology is not None
+    if not any(service.role == "controller" for service in topology.on(node)):
+        return None
+    path = named(resolved.options, topology.directory)
+    assert path is not None
+    return find(path, resolved.options)
 
 
 def _refuse(violations: Sequence[Violation]) -> int:
@@ -87,37 +118,73 @@ def _refuse(violations: Sequence[Violation]) -> int:
     return REFUSED
 
 
-def _launch(resolved: Resolved, given: Given, command: Command) -> int:
+def _launch(resolved: Resolved, given: Given, command: Command, found: Resumption | None) -> int:
     assert resolved.topology is not None
-    options = resolved.options
+    options, began = resolved.options, datetime.now(UTC)
     try:
-        run = _open_run(resolved, given.own.node)
+        run = _open_run(resolved, given.own.node, found)
     except ConfigError as refused:
         return _refuse(refused.violations)
     except PeerSilent as silent:
         print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
         return 1
-    plans = plan(resolved, run, given.own.node, given.options, command)
     print(f"run directory: {run.path}")
-    print(f"services: {', '.join(process.name for process in plans)}")
+    if found is not None:
+        print(f"resume: {found} (lineage {run.lineage})")
+    services = [process.name for process in plan(resolved, run, given.own.node, given.options, command)]
+    print(f"services: {', '.join(services)}")
     print(f"bounds: {bounds(resolved)}", flush=True)
-    progress = Progress(run.metrics, planned_batches(options))
+    progress = Progress(run.metrics, planned_batches(options), end_of_rows(run.metrics))
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
+    budget, resumed = RestartBudget.parse(options.restart_budget), deque[float]()
     with view:
-        mark = mark_of(run, given.own.node)
-        supervisor = Supervisor(
-            run,
-            plans,
-            mark=mark,
-            peer_timeout=options.peer_timeout,
-            startup_timeout=options.startup_timeout,
-            budget=RestartBudget.parse(options.restart_budget),
-            restarted=_restarted(options),
-            tick=view.tick,
-        )
-        outcome = supervisor.run()
-        view.tick(supervisor.children)
-    return _report(run, given.own.node, outcome)
+        while True:
+            outcome = _live(resolved, given, command, run, view)
+            while resumed and time.monotonic() - resumed[0] >= budget.seconds:
+                resumed.popleft()
+            if not options.restart or not _resumable(outcome, resolved) or len(resumed) >= budget.restarts:
+                break
+            resumed.append(time.monotonic())
+            print(f"{outcome.text}; the run is resumed", file=sys.stderr, flush=True)
+            try:
+                found = find(run.path, options)
+                run, began = _resume(resolved, found), datetime.now(UTC)
+            except ConfigError as refused:
+                for violation in refused.violations:
+                    print(f"it cannot be resumed: {violation}", file=sys.stderr)
+                break
+            print(f"resume: {found} (lineage {run.lineage})", file=sys.stderr, flush=True)
+    return _report(run, given.own.node, outcome, began)
+
+
+def _live(resolved: Resolved, given: Given, command: Command, run: RunDir, view: View) -> Outcome:
+    """One life of the run, from the start of its services to the end of the last."""
+    options = resolved.options
+    supervisor = Supervisor(
+        run,
+        plan(resolved, run, given.own.node, given.options, command),
+        mark=mark_of(run, given.own.node),
+        peer_timeout=options.peer_timeout,
+        startup_timeout=options.startup_timeout,
+        budget=RestartBudget.parse(options.restart_budget),
+        restarted=_restarted(options),
+        tick=view.tick,
+    )
+    outcome = supervisor.run()
+    view.tick(supervisor.children)
+    return outcome
+
+
+def _resumable(outcome: Outcome, resolved: Resolved) -> bool:
+    """Whether one of those failed without whom a run does not go on; what ends for another reason would again."""
+    assert resolved.topology is not None
+    roles = {service.name: service.role for service in resolved.topology.services}
+    failed = {roles[name] for name in outcome.failed}
+    return outcome.code == 1 and bool(failed) and not failed & _restarted(resolved.options)
+
+
+def _resume(resolved: Resolved, found: Resumption) -> RunDir:
+    return RunDir.resume(found.path, found.cut, config=resolved.config_yaml(), topology=resolved.topology_text)
 
 
 def _restarted(options: Options) -> frozenset[str]:
@@ -125,12 +192,14 @@ def _restarted(options: Options) -> frozenset[str]:
     return RESTARTED - {"reference"} if options.ref_update_interval is not None else RESTARTED
 
 
-def _open_run(resolved: Resolved, node: str | None) -> RunDir:
-    """A new run on the controller's node; the controller's own on any other."""
+def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) -> RunDir:
+    """A new run on the controller's node, or the one that was found; the controller's own on any other."""
     topology, options = resolved.topology, resolved.options
     assert topology is not None
     config, text = resolved.config_yaml(), resolved.topology_text
     if any(service.role == "controller" for service in topology.on(node)):
+        if found is not None:
+            return _resume(resolved, found)
         path = options.run_dir or numbered(topology.directory, options.run_name)
         return RunDir.create(path, config=config, topology=text)
     assert topology.controller is not None  # checked: a topology of several hosts names its controller's endpoint
@@ -139,10 +208,10 @@ def _open_run(resolved: Resolved, node: str | None) -> RunDir:
         security = Security.of(options.insecure, options.keys)
     except KeyProblem as refused:
         raise ConfigError([refused.violation]) from None
-    run_id = asyncio.run(ask_run_id(topology.controller, options.startup_timeout, security))
+    life = asyncio.run(ask_run(topology.controller, options.startup_timeout, security))
     return RunDir.join(
         options.run_dir,
-        run_id,
+        life,
         name=options.run_name,
         directory=topology.directory,
         config=config,
@@ -150,12 +219,12 @@ def _open_run(resolved: Resolved, node: str | None) -> RunDir:
     )
 
 
-def _report(run: RunDir, node: str | None, outcome: Outcome) -> int:
+def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime) -> int:
     for what, place in (("metrics", run.metrics), ("model", run.export_dir), ("samples", run.samples_dir)):
         if place.is_file() or (place.is_dir() and any(place.iterdir())):
             print(f"{what + ':':<14} {place}")
     print(f"{'logs:':<14} bin/relax-logs {run.path}")
-    error = first_error(run, outcome.ended_at, outcome.failed, outcome.since) if outcome.failed else None
+    error = first_error(run, outcome.ended_at, outcome.failed, outcome.since, began) if outcome.failed else None
     if outcome.failed:
         sys.stdout.flush()
         print(f"failed: {outcome.text}", file=sys.stderr)

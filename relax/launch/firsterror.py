@@ -34,14 +34,19 @@ class FirstError:
 
 
 def first_error(
-    run: RunDir, ended_at: Mapping[str, datetime], failed: Mapping[str, str], since: Mapping[str, datetime]
+    run: RunDir,
+    ended_at: Mapping[str, datetime],
+    failed: Mapping[str, str],
+    since: Mapping[str, datetime],
+    began: datetime | None = None,
 ) -> FirstError | None:
     """The earliest error record of all logs, or the end of a failed service that logged none.
 
     `ended_at` has the end of each process, `failed` how those to blame ended. One that died before it could log an
-    error is known by that and by its output. `since` says from when on the errors of a service count, if not all do.
+    error is known by that and by its output. `since` says from when on the errors of a service count, if not all do
+    from where the run `began` (None: wherever), which may go on in the logs of a life before.
     """
-    found = list(_logged(run, since))
+    found = list(_logged(run, since, began))
     have_logged = {error.service for error in found}
     for service, how in failed.items():
         if service not in have_logged and service in ended_at:
@@ -60,9 +65,9 @@ def tail(file: Path) -> str:
     return "\n".join([line for line in lines if line.strip()][-TAIL_LINES:])
 
 
-def _logged(run: RunDir, since: Mapping[str, datetime]) -> Iterator[FirstError]:
+def _logged(run: RunDir, since: Mapping[str, datetime], began: datetime | None) -> Iterator[FirstError]:
     for file in sorted(run.logs_dir.glob("*.jsonl")):
-        begin = since.get(file.stem)
+        begin = since.get(file.stem, began)
         for record in _errors(file):
             text, _, details = message(record).partition("\n")
             time = datetime.fromisoformat(record["time"])

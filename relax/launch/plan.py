@@ -16,6 +16,9 @@ from relax.config.topology import Service
 from relax.launch.rundir import RunDir
 from relax.launch.sweep import MARK
 
+# What the launcher has acted on: the services find the run, and what it goes on from, in its directory.
+OF_LAUNCH = frozenset({"run_dir", "resume"})
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
@@ -42,7 +45,7 @@ def plan(
 ) -> list[ProcessPlan]:
     """The processes of `node` (all for None), the controller first. `flags` are the user's own, by option name."""
     assert resolved.topology is not None
-    passed = flag_words({name: value for name, value in flags.items() if name != "run_dir"})
+    passed = flag_words({name: value for name, value in flags.items() if name not in OF_LAUNCH})
     services = sorted(resolved.topology.on(node), key=lambda service: service.role != "controller")
     return [
         ProcessPlan(

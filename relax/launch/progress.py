@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from relax.launch.supervisor import Child
 
@@ -15,11 +15,12 @@ RATE_WINDOW = 20
 
 
 class MetricsTail:
-    """Reads the rows that were appended to metrics.jsonl since the last look; a line still being written waits."""
+    """Reads the rows that were appended to metrics.jsonl since the last look, at first those from `offset` on; a line
+    still being written waits."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = offset
 
     def read(self) -> list[dict[str, Any]]:
         if not self._path.is_file():
@@ -32,6 +33,11 @@ class MetricsTail:
         return [row for line in whole.split(b"\n") if (row := _row(line)) is not None]
 
 
+def end_of_rows(path: Path) -> int:
+    """Where the rows of the lives before end. A line that a killed one was writing is cut off by the next."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.is_file() else 0
+
+
 def _row(line: bytes) -> dict[str, Any] | None:
     """A row of metrics; None for anything else, for a view must never end the run it looks at."""
     try:
@@ -42,14 +48,15 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 class Progress:
-    """What has been seen of a run so far, and how to say it. `total` is the number of batches, None if unknown."""
+    """What has been seen of a run so far, and how to say it. `total` is the number of batches, None if unknown;
+    `offset` the bytes of metrics that are no news (see `end_of_rows`)."""
 
-    def __init__(self, metrics: Path, total: int | None) -> None:
+    def __init__(self, metrics: Path, total: int | None, offset: int = 0) -> None:
         self.total = total
         self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS_SHOWN)
         self.done = 0
         self.began = time.monotonic()
-        self._tail = MetricsTail(metrics)
+        self._tail = MetricsTail(metrics, offset)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
     def update(self) -> list[dict[str, Any]]:
@@ -95,6 +102,12 @@ def duration(seconds: float | None) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+class View(Protocol):
+    """What the launcher shows while the run goes on."""
+
+    def tick(self, children: Sequence[Child]) -> None: ...
 
 
 class PlainView:

@@ -1,7 +1,7 @@
 """Which run a resume goes on with, from where, and whether it may: all that is checked before anything is touched."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,24 @@ from typing import Any
 import yaml
 
 from relax.checkpoints import Checkpoint, CheckpointDirectory
-from relax.config.options import Options
+from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
-from relax.config.violation import ConfigError, Violation
+from relax.config.violation import ConfigError, Violation, refuse
 from relax.launch.rundir import RunDir
 
 OPTION = "--resume"
+
+
+def named(options: Options, directory: Path) -> Path | None:
+    """The directory of the run that is to go on; None where a new one begins. `directory` is where runs are numbered.
+
+    Raises ConfigError when the newest run is meant and there is none.
+    """
+    if options.resume is None:
+        return None
+    if options.run_dir is not None:
+        return options.run_dir
+    return newest_run(directory, options.run_name) if options.resume == Path(NEWEST) else options.resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,34 @@ class Resumption:
         return f"{self.path} goes on at batch {self.cut}, from {self.checkpoint.path} of {self.checkpoint.created_at}"
 
 
+def misfits(options: Options, simulated: bool) -> Iterator[Violation]:
+    """Options about a resume that do not fit each other, or without one have nothing to say. For the launcher alone:
+    the services find in the run's directory what they go on from."""
+    path, directory = options.resume, options.run_dir
+    given = path if path != Path(NEWEST) else None
+    if given is not None and directory is not None and given.absolute() != directory.absolute():
+        problem = f"is another directory than --run-dir {directory}, and a run goes on where it is"
+        yield refuse(options, "resume", problem, "Give one of them.")
+    for name in ("no_load_optim", "no_load_rng"):
+        if getattr(options, name) and (simulated or path is None):
+            why = "the engines are simulated" if simulated else "without --resume no checkpoint is loaded"
+            yield refuse(options, name, f"cannot act: {why}", "Leave it out.")
+
+
+def restart_acts(options: Options, hosts: bool) -> Iterator[Violation]:
+    """Whether --restart can do what it says. `hosts`: the run is on several."""
+    if not options.restart:
+        return
+    if not options.save:
+        yield refuse(options, "restart", "cannot act: --no-save leaves nothing to go on from", "Leave one of them out.")
+    if hosts:
+        problem = "cannot act: the launcher of each host ends with the run"
+        yield refuse(options, "restart", problem, "Leave it out, and start every host again with --resume.")
+    if options.no_load_optim or options.no_load_rng:
+        problem = "does not go with --no-load-optim and --no-load-rng: it would do without them each time"
+        yield refuse(options, "restart", problem, "Leave it out in the launch that loads without a part.")
+
+
 def newest_run(directory: Path, name: str) -> Path:
     """The run of the highest number, for a --resume that names none. Raises ConfigError when there is no run."""
     taken = (
@@ -44,7 +84,7 @@ def newest_run(directory: Path, name: str) -> Path:
     newest = max(taken, default=None)
     if newest is None:
         problem = f"names no run, and {directory} holds none called {name}-<n>"
-        raise ConfigError([Violation(OPTION, None, problem, f"Give {OPTION} RUN_DIR.")])
+        raise ConfigError([Violation(OPTION, NEWEST, problem, f"Give {OPTION} RUN_DIR.")])
     return newest[1].absolute()
 
 
@@ -61,7 +101,7 @@ def find(path: Path, options: Options) -> Resumption:
     if checkpoint is not None and checkpoint.run_id != run.run_id:
         problem = f"{checkpoint.path} is a checkpoint of run {checkpoint.run_id}, the directory is of {run.run_id}"
         raise ConfigError([Violation(OPTION, str(path), problem, "Put the run's own checkpoints there.")])
-    refused = list(differences(_before(run), str(run.config), options, found.cut))
+    refused = list(differences(_before(run), str(run.config), options, found.cut, exported=run.export_dir.exists()))
     if refused:
         raise ConfigError(refused)
     return found

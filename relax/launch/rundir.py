@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
@@ -33,6 +34,19 @@ from relax.names import file_name
 
 # In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
 HOME = "run"
+
+
+class Life(Protocol):
+    """A lineage of a run, as its controller tells of it."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def lineage(self) -> int: ...
+
+    @property
+    def cut(self) -> int: ...
 
 
 class RunDir:
@@ -196,21 +210,31 @@ class RunDir:
 
     @classmethod
     def join(
-        cls, path: Path | None, run_id: str, *, name: str, directory: Path, config: str = "", topology: str = ""
+        cls, path: Path | None, life: Life, *, name: str, directory: Path, config: str = "", topology: str = ""
     ) -> "RunDir":
-        """Takes part in run `run_id`, whose own directory is with its controller, perhaps on another host.
+        """Takes part in a run whose own directory is with its controller, perhaps on another host: in the `life` that
+        the controller tells of.
 
         Logs and samples of this host's services go to `path`; by default to the run's directory on this host if it has
-        one, else to `<directory>/<name>-<run_id>`. Raises ConfigError when `path` holds another run.
+        one, else to `<directory>/<name>-<run_id>`. A directory of an earlier life goes on with this one. Raises
+        ConfigError when `path` holds another run, or another life is going on there.
         """
+        run_id = life.run_id
         path = (path or _home(run_id) or directory / f"{name}-{run_id}").absolute()
         with _creating(path):
             if not (path / "runtime.json").is_file():
-                return cls._open(path, config, topology, run_id)
+                return cls._open(path, config, topology, life)
             run = cls.load(path)
             if run.run_id != run_id:
                 raise ConfigError([_refusal(path, f"it holds run {run.run_id}, the controller's is {run_id}")])
+            anew = (run.lineage, run.cut) != (life.lineage, life.cut)
+            if run.lineage > life.lineage or (anew and _live(path)):
+                problem = f"lineage {run.lineage} of the run is there, the controller's is {life.lineage}"
+                raise ConfigError([_refusal(path, problem, fix="End what is left of the other one.")])
             run._member = enter(run.runtime_dir, run.shm_dir)
+            if anew:
+                run.lineage, run.cut = life.lineage, life.cut
+                run._write(config, topology)
             return run
 
     @classmethod
@@ -249,13 +273,13 @@ class RunDir:
         return False
 
     @classmethod
-    def _open(cls, path: Path, config: str, topology: str, run_id: str = "") -> "RunDir":
+    def _open(cls, path: Path, config: str, topology: str, life: Life | None = None) -> "RunDir":
         if refused := refusals(path):
             raise ConfigError(refused)
-        run_id = run_id or secrets.token_hex(6)
+        run_id, lineage, cut = (life.run_id, life.lineage, life.cut) if life else (secrets.token_hex(6), 0, 0)
         runtime_dir, shm_dir = places_of(run_id)
         with _refusing(path):
-            run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir))
+            run = cls(path, run_id, runtime_dir, shm_dir, enter(runtime_dir, shm_dir), lineage=lineage, cut=cut)
             try:
                 run._write(config, topology)
             except OSError:

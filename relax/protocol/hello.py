@@ -8,8 +8,9 @@ from relax.protocol.messages import Hello, Welcome
 from relax.protocol.security import Security
 
 
-async def ask_run_id(controller: str, deadline: float, security: Security) -> str:
-    """The id of the run whose controller is at `controller`; waits for it at most `deadline` seconds (PeerSilent)."""
+async def ask_run(controller: str, deadline: float, security: Security) -> Welcome:
+    """Which run, and which life of it, has its controller at `controller`; waits for it at most `deadline` seconds
+    (PeerSilent)."""
     token = secrets.token_hex(4)
     async with Mailbox(
         f"stranger-{token}",
@@ -21,4 +22,4 @@ async def ask_run_id(controller: str, deadline: float, security: Security) -> st
     ) as mailbox:
         reply = await mailbox.ask(controller, Hello(), deadline)
         assert isinstance(reply, Welcome)
-        return reply.run_id
+        return reply

@@ -49,11 +49,12 @@ class Hello:
     pass
 
 
-# controller -> stranger, reply to Hello.
+# controller -> stranger, reply to Hello. `cut` is the batch that the lineage begins at.
 @message
 class Welcome:
     run_id: str
     lineage: int
+    cut: int
 
     def __post_init__(self) -> None:
         file_name(self.run_id, "the run id")

@@ -14,6 +14,7 @@ import numpy as np
 from relax.metrics import Metrics
 from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started
 from relax.services.actor_work import PUBLICATION, ActorWork
+from relax.services.model_copies import ModelCopies, load_part
 from relax.services.publishing import Publishing, Staged
 from relax.services.ranks import Leader, Ranks
 from relax.services.service import Context, ServiceError
@@ -55,8 +56,13 @@ class Actor(Trainer):
         self.publishing = Publishing(self._stage, self._publish, self._published)
         self.spawn(self.publishing.run(), "publishing")
         self.log.info("model_built", parameters=self._work.policy.num_parameters)
-        await self._offer(0)
-        self.begin()
+        if self.run.checkpoint is not None:
+            self.activity = "loading the checkpoint"
+            self.steps = (await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)).steps
+        if o.save and o.save_interval is not None:
+            self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
+        await self._offer(self.context.cut)
+        self.begin(ModelCopies(self._ranks, self._work))
 
     async def release(self) -> None:
         await self._ranks.close(self.clean)
@@ -72,6 +78,7 @@ class Actor(Trainer):
             self.steps += self.options.num_steps_per_rollout
             self._changed = True
         trained = time.monotonic()
+        await self.keeping.trained(batch + 1)
         self.version.reach(batch + 1)
         metrics.sum("perf/trainer_wait_s/batch", waited - taken.held_up(waited))
         metrics.sum("perf/trainer_wait_s/publication", self._publication_s)

@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = parser.parse(arguments)
         own = given.own
         resolved = load(given, own.topology, machine=MARK not in os.environ)
+        if resolved.sources["resume"] == "flag":
+            problem = "is for relax-launch: a service takes part in the run as it was opened"
+            fix = "Leave it out; the service finds in the run's directory what it goes on from."
+            raise ConfigError([Violation("--resume", str(resolved.options.resume), problem, fix, "flag")])
         entry = _entry(resolved, own.role, own.name)
         settle(entry)
         if _kind(entry) in RANKED and "RANK" not in os.environ:

@@ -9,10 +9,12 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from relax.algorithms.contracts import services_needed
+from relax.checkpoints import CheckpointDirectory
+from relax.config.resume import fingerprint
 from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
@@ -42,6 +44,8 @@ from relax.protocol.messages import (
     Rejected,
     RewardDone,
     Sampled,
+    Save,
+    Saved,
     Serving,
     Shutdown,
     Started,
@@ -61,6 +65,7 @@ from relax.services.control.outbox import Outbox
 from relax.services.control.pace import Pace
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
 from relax.services.control.replicas import Replicas
+from relax.services.control.saving import Saving
 from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
@@ -72,6 +77,8 @@ CHECK_SECONDS = 0.25
 END_SECONDS = 10.0
 # How long a member may take to hear that the run is over, or that it may go.
 FAREWELL_SECONDS = 1.5
+# Of a model's part of a checkpoint, besides its tensors.
+SMALL_FILES = 100_000
 # The controller that was held up for so long could hear nobody.
 HELD_UP_SECONDS = 2.0
 
@@ -125,8 +132,9 @@ class Controller(Service):
             self.name, self.role, context.node, os.getpid(), self.incarnation, True, now, now, self.activity, None
         )
         self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me)
+        self.saving: Saving | None = None  # there is none with --no-save
         self._stream_end_told = False
-        self._finishing = False
+        self._finishing = self._going_home = False
         self._started_at = self._moved = time.monotonic()
         self._open_for_members = asyncio.Event()
         self._woken = asyncio.Event()
@@ -182,12 +190,49 @@ class Controller(Service):
             self.book.revive(revived)
             self.book.save(self.ledger)
             self.log.info("run_resumed", batch=revived.cut, parent=revived.parent, revived=len(revived.groups))
+        if self.options.save:
+            self.saving = self._checkpoints()
         self.stream = await asyncio.to_thread(self._open_stream, revived)
         self._open_for_members.set()
         self.activity = "at work"
         self.spawn(self._turns(), "turns")
         self.spawn(self._watch_over(), "watch")
         self.spawn(self._tell_status(), "status")
+
+    def _checkpoints(self) -> Saving:
+        o, roles = self.options, sorted(self.batches.trainers)
+        if o.ref_update_interval is not None:
+            roles.append("reference")
+        return Saving(
+            CheckpointDirectory(self.run.checkpoints_dir, keep=o.keep_checkpoints),
+            roles,
+            self._ask_to_save,
+            run_id=self.run.run_id,
+            lineage=self.lineage,
+            options=fingerprint(o),
+            first_batch=self.context.cut,
+            interval=o.save_interval,
+            deadline=o.stall_timeout,
+            room=lambda: self._checkpoint_bytes(roles),
+        )
+
+    async def _ask_to_save(self, role: str, message: Save) -> Saved:
+        """However long it writes: the deadline is on its silence, and on its getting on, which it sees to itself."""
+        try:
+            member = await self.member(role)
+        except ServiceError as error:
+            return Saved(message.batch, str(error))
+        reply = await self.ask(member.endpoint, message)
+        assert isinstance(reply, Saved)
+        return reply
+
+    def _checkpoint_bytes(self, roles: Sequence[str]) -> int | None:
+        """What the models told of their size, and room for the small files; the ledger's copy is as large as it."""
+        told = [entry.gauges.get("checkpoint_bytes") for role in roles for entry in self.registry.of_role(role)]
+        known = [size for size in told if size is not None]
+        if not known or len(known) < len(told):
+            return None
+        return int(sum(known)) + SMALL_FILES * len(known) + self.run.ledger.stat().st_size
 
     def _open_stream(self, revived: Revived | None) -> PromptStream:
         o = self.options
@@ -213,7 +258,7 @@ class Controller(Service):
     # --- members -----------------------------------------------------------------------------------------------------
 
     async def on_hello(self, message: Hello, sender: Any) -> Welcome:
-        return Welcome(self.run.run_id, self.lineage)
+        return Welcome(self.run.run_id, self.lineage, self.context.cut)
 
     async def on_register(self, message: Register, sender: Any) -> Registered:
         await self._open_for_members.wait()
@@ -310,11 +355,13 @@ class Controller(Service):
             looked = now
             if now - before > HELD_UP_SECONDS:
                 self.registry.bear_with(now - before)
-            if self._finishing:
+            if self._going_home:
                 continue
             while (quiet := self.registry.silent(now, self.options.peer_timeout)) is not None:
                 silence = f"has been silent for {now - quiet.heard:.0f} s"
                 self._ended_life(quiet, f"{silence} (--peer-timeout {self.options.peer_timeout:g})", now)
+            if self._finishing:
+                continue
             if self.replicas.all_leave and not self.gate.finished:
                 raise ServiceError("every rollout replica has left, and the run has batches to sample")
             found = trouble(
@@ -370,14 +417,23 @@ class Controller(Service):
         except DataError as error:  # found while reading ahead: a row that is no prompt
             raise ServiceError(str(error)) from None
         self.rows.close_due()
-        self.book.save(self.ledger)
+        if self.book.save(self.ledger):
+            self._save_if_due()
         for endpoint, message in self.outbox.empty():
             self.send(endpoint, message)
         for replica in self.replicas.departures():
             self.spawn(self._part_from(replica.member), f"parting from {replica.member.name}")
-        if self.gate.finished and self.gate.version == self.gate.next_batch:
+        # A resume may have nothing left to train; the actor can be told so once it is there.
+        at_work = self.gate.published_version is not None
+        if at_work and self.gate.finished and self.gate.version == self.gate.next_batch:
             self._finishing = True
             self.spawn(self._finish(), "finish")
+
+    def _save_if_due(self) -> None:
+        """The ledger has been told of all that the cut needs."""
+        if self.saving is not None and (cut := self.saving.due(self.gate.version)) is not None:
+            self.saving.last = cut
+            self.spawn(self.saving.write(cut, self.ledger), f"checkpoint {cut}")
 
     def _tell_end_of_stream(self) -> None:
         if not self._stream_end_told and self.draws.stream_ended:
@@ -387,6 +443,10 @@ class Controller(Service):
     async def _finish(self) -> None:
         """Every batch is trained: the actor writes what is left to write, the others are sent home."""
         self.activity = "finishing"
+        if self.saving is not None:
+            while not self.book.save(self.ledger):
+                await asyncio.to_thread(self.ledger.flush, self.options.stall_timeout)
+            await self.saving.write(self.gate.version, self.ledger, wait=True)
         actor = await self.member("actor")
         reply = await self.mailbox.ask(actor.endpoint, Finish(), deadline=self.options.stall_timeout)
         assert isinstance(reply, Finished)
@@ -395,6 +455,7 @@ class Controller(Service):
         while self.rows.open and time.monotonic() < deadline:
             self.rows.close_due()
             await asyncio.sleep(CHECK_SECONDS / 5)
+        self._going_home = True
         await self._send_home(Shutdown("the run is finished", failed=False))
         self.end(0)
 

@@ -14,6 +14,7 @@ from relax.metrics import Metrics
 from relax.protocol.messages import Values, ValuesRequest
 from relax.protocol.tensors import Responses
 from relax.services.critic_work import CriticWork
+from relax.services.model_copies import ModelCopies, load_part
 from relax.services.ranks import Ranks
 from relax.services.service import Context, ServiceError
 from relax.services.trainer import Taken, Trainer
@@ -35,7 +36,12 @@ class Critic(Trainer):
         self._work = await self._ranks.build(CriticWork, self.context.model_options, total)
         self.spawn(self._ranks.keep(), "keeping the ranks")
         self.log.info("model_built", parameters=self._work.critic.num_parameters)
-        self.begin()
+        if self.run.checkpoint is not None:
+            self.activity = "loading the checkpoint"
+            await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)
+        if self.options.save and self.options.save_interval is not None:
+            self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
+        self.begin(ModelCopies(self._ranks, self._work))
 
     async def release(self) -> None:
         await self._ranks.close(self.clean)
@@ -58,8 +64,9 @@ class Critic(Trainer):
     async def train(self, batch: int, taken: Taken, waited: float) -> None:
         started = time.monotonic()
         metrics = Metrics(await self._ranks.run(self._work.train, taken.tensors.arrays()))
-        self.version.reach(batch + 1)
         seconds = time.monotonic() - started
+        await self.keeping.trained(batch + 1)
+        self.version.reach(batch + 1)
         metrics.sum("perf/critic_wait_s", waited)
         metrics.sum("perf/critic_train_s", seconds)
         self.report_trained(batch, metrics)

@@ -7,7 +7,7 @@ from relax.config.resolve import Resolved
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
 from relax.launch.rundir import RunDir
-from relax.protocol.hello import ask_run_id
+from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
 from relax.services.service import Context
 
@@ -29,8 +29,8 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         run = RunDir.create(None, name=o.run_name, directory=topology.directory, config=config, topology=text)
         print(f"run directory: {run.path}", flush=True)
     elif endpoint is not None:
-        run_id = asyncio.run(ask_run_id(endpoint, o.startup_timeout, security))
-        run = RunDir.join(None, run_id, name=o.run_name, directory=topology.directory, config=config, topology=text)
+        life = asyncio.run(ask_run(endpoint, o.startup_timeout, security))
+        run = RunDir.join(None, life, name=o.run_name, directory=topology.directory, config=config, topology=text)
     else:
         problem = "is needed by a service started alone"
         fix = "Give every service of the run the same --run-dir, or over TCP the --controller."

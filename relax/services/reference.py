@@ -24,12 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from relax.protocol.messages import Announce, ReferenceLogprobs, ReferenceRequest
+from relax.protocol.messages import Announce, ReferenceLogprobs, ReferenceRequest, Save, Saved
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import Responses
 from relax.services.chunks import weight_agent
 from relax.services.intervals import reference_version
+from relax.services.keeping import write_part
 from relax.services.milestone import Milestone
+from relax.services.model_copies import ModelCopies
 from relax.services.ranks import Leader, Ranks
 from relax.services.reference_work import ReferenceWork
 from relax.services.service import Context, Service, ServiceError
@@ -48,7 +50,7 @@ class Reference(Service):
 
     def handlers(self) -> dict[type, Any]:
         self.payloads = PayloadStore(self.mailbox)
-        return {ReferenceRequest: self.on_request, Announce: self.on_announce}
+        return {ReferenceRequest: self.on_request, Announce: self.on_announce, Save: self.on_save}
 
     async def prepare(self) -> None:
         self.activity = "building the model"
@@ -56,7 +58,14 @@ class Reference(Service):
         self.spawn(self._ranks.keep(), "keeping the ranks")
         self.agent = weight_agent(self)
         self.log.info("model_built", parameters=self._work.reference.num_parameters)
-        self.version.reach(0)
+        version = 0
+        # One that is never refreshed is --ref-load for ever, and no checkpoint has it.
+        if self.run.checkpoint is not None and self.options.ref_update_interval is not None:
+            self.activity = "loading the checkpoint"
+            loaded = await self._ranks.run(self._work.load, str(self.run.checkpoint / self.role))
+            version = self._held = int(loaded.about["version"])
+        self.version.reach(version)
+        self._copies = ModelCopies(self._ranks, self._work)
         self.activity = "waiting for groups"
 
     async def release(self) -> None:
@@ -100,6 +109,8 @@ class Reference(Service):
         manifest = Manifest.from_json(message.manifest, "the controller")
         await self._reached(0)
         async with self._refreshing:
+            if message.version == self.version.value:
+                return  # a resume loaded it already
             started = time.monotonic()
             self.activity = f"loading version {message.version}"
             await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
@@ -107,6 +118,25 @@ class Reference(Service):
             self.version.reach(message.version)
             self.activity = "waiting for groups"
         self.log.info("reference_refreshed", version=message.version, seconds=round(time.monotonic() - started, 3))
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def on_save(self, message: Save, sender: Any) -> Saved:
+        """A reference that is refreshed is part of a checkpoint: the one that scores the batch at the cut, or the one
+        before it where the cut's own version is about to be announced, as it is again after a resume."""
+        cut = message.batch
+        if not message.directory:
+            return Saved(cut, "")  # it copies when it is to write
+        if not await self._ranks.lead(lambda ranks: self._copy(ranks, cut)):
+            return Saved(cut, f"the reference is at version {self._held} already, which is none of batch {cut}")
+        return await write_part(self._copies, self.run.checkpoints_dir, self.role, message, self.watchdog)
+
+    def _copy(self, ranks: Leader[ReferenceWork], cut: int) -> bool:
+        """On the model's thread."""
+        if self._held > cut:
+            return False
+        ranks.run(self._work.take_snapshot, cut, self._held)
+        return True
 
     def _load(self, ranks: Leader[ReferenceWork], manifest: Manifest) -> None:
         """On the model's thread. The lease keeps the set where it is until the last rank has found it."""

@@ -9,18 +9,23 @@ however late this process woke up.
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax.checkpoints import Writing
 from relax.metrics import Metrics
 from relax.protocol.messages import Chunk, FetchChunk, Finish, Finished, Published, Started
 from relax.services.publishing import Publishing, Staged
-from relax.services.service import Context
+from relax.services.service import Context, ServiceError
 from relax.services.trainer import Taken, Trainer
 from relax.weights.manifest import Manifest
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
+
+STATE = "version"
+"""The one file of its part of a checkpoint."""
 
 WEIGHTS = 256
 """float32 values of the one tensor."""
@@ -45,9 +50,14 @@ class SimulatedActor(Trainer):
         )
         self.publishing = Publishing(self._stage, self._publish, self._published)
         self.spawn(self.publishing.run(), "publishing")
-        # Version 0 is part of the start, which takes no simulated time.
-        await self._offer(0, time.monotonic() - self.options.sim_publish_seconds)
-        self.begin()
+        cut = self.context.cut
+        if self.run.checkpoint is not None:
+            saved = await asyncio.to_thread((self.run.checkpoint / self.role / STATE).read_text)
+            if int(saved) != cut:
+                raise ServiceError(f"{self.run.checkpoint / self.role / STATE} is of batch {saved}, expected {cut}")
+        # The first version is part of the start, which takes no simulated time.
+        await self._offer(cut, time.monotonic() - self.options.sim_publish_seconds)
+        self.begin(_Copies())
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -57,6 +67,7 @@ class SimulatedActor(Trainer):
         begun = max(taken.arrived, self._trained_at)
         self._trained_at = begun + self.options.sim_train_seconds
         await _until(self._trained_at)
+        await self.keeping.trained(batch + 1)
         self.version.reach(batch + 1)
         metrics = Metrics()
         metrics.sum("perf/trainer_wait_s/batch", waited - taken.held_up(waited))
@@ -108,6 +119,31 @@ class SimulatedActor(Trainer):
             self.activity = f"publishing version {last}"
             await self.publishing.published.wait(last, self.options.stall_timeout)
         return Finished(last, "")
+
+
+class _Copies:
+    """The state is a number: how many batches are trained."""
+
+    def __init__(self) -> None:
+        self._batch = -1
+
+    async def take(self, batch: int) -> None:
+        self._batch = batch
+
+    async def write(self, part: Path) -> str:
+        def write() -> None:
+            part.mkdir()
+            (part / STATE).write_text(f"{self._batch}\n")
+            Writing(self._batch, part.parent).close_part(part.name)
+
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            return str(error)
+        return ""
+
+    async def drop(self) -> None:
+        """There is nothing to let go."""
 
 
 async def _until(moment: float) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from relax.metrics import Metrics
 from relax.protocol.errors import PayloadGone, PeerForgotten
-from relax.protocol.messages import Lease, TrainBatch, Trained, Withdraw, Withdrawn
+from relax.protocol.messages import Lease, Save, Saved, TrainBatch, Trained, Withdraw, Withdrawn
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
+from relax.services.keeping import Copies, Keeping
 from relax.services.milestone import Milestone
 from relax.services.service import Context, Service, ServiceError
 
@@ -52,15 +53,18 @@ class Trainer(Service):
 
     def handlers(self) -> dict[type, Any]:
         self.payloads = PayloadStore(self.mailbox)
-        return {TrainBatch: self.on_train_batch, Withdraw: self.on_withdraw}
+        return {TrainBatch: self.on_train_batch, Withdraw: self.on_withdraw, Save: self.on_save}
 
     async def train(self, batch: int, taken: Taken, waited: float) -> None:
         """Train on one batch, `waited` seconds after the one before, and report it."""
         raise NotImplementedError
 
-    def begin(self) -> None:
-        """The model is there at version 0: from here on batches are trained."""
-        self.version.reach(0)
+    def begin(self, copies: Copies) -> None:
+        """The model is there as the run, or its resume, begins with it: from here on batches are trained."""
+        o = self.options
+        interval = o.save_interval if o.save else None
+        self.keeping = Keeping(copies, self.role, self.run.checkpoints_dir, interval, self.version, self.watchdog)
+        self.version.reach(self.context.cut)
         self.spawn(self._train_batches(), "training")
 
     def holds(self) -> Iterable[Lease]:
@@ -101,6 +105,9 @@ class Trainer(Service):
                 del self._leases[batch]
         self.log.info("batch_withdrawn", batch=batch, commit=message.commit, held=held)
         return Withdrawn(held)
+
+    async def on_save(self, message: Save, sender: Any) -> Saved:
+        return await self.keeping.save(message, self.busy)
 
     # --- training ----------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def test_a_refused_value_is_not_blamed_twice(topology: Write) -> None:
 
 @pytest.mark.parametrize("name", [n for n, field in Options.model_fields.items() if extra(field).unavailable])
 def test_an_option_that_is_not_built_yet_is_refused_never_ignored(topology: Write, name: str) -> None:
-    special = {"save": False, "kl_loss_type": "k2"}
+    special = {"kl_loss_type": "k2"}
     value = special.get(name, True if Options.model_fields[name].annotation is bool else "3")
     resolved = resolve({name: value}, topology())
     assert any("not available yet" in str(v) and v.fix for v in resolved.violations), resolved.violations
@@ -88,7 +88,7 @@ def test_config_yaml_holds_what_was_resolved(topology: Write) -> None:
     text = resolved.config_yaml()
     values = yaml.safe_load(text)
     assert values["lr"] == 1e-5 and values["global_batch_size"] == 8 and values["advantage_estimator"] == "grpo"
-    assert "resume" not in values
+    assert "load" not in values
     (line,) = (line for line in text.splitlines() if line.startswith("lr:"))
     assert line.endswith("# flag")
 

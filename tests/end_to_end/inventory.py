@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from relax.ledger import queries
-from relax.protocol.hello import ask_run_id
+from relax.protocol.hello import ask_run
 from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import Holdings, Inventory
 from relax.protocol.security import Security
@@ -102,12 +102,16 @@ class Observer:
 
     async def __aenter__(self) -> "Observer":
         endpoints = {name: endpoint(self.directory, name) for name in self._services}
-        run_id = await ask_run_id(endpoints.pop("controller"), 30.0, Security())
+        life = await ask_run(endpoints.pop("controller"), 30.0, Security())
         # In the order of the stages, so that a draw that moves on while we ask is met by a later question.
         self._ask = sorted(endpoints.items(), key=lambda e: STAGES.index(e[0].split("-")[0]))
         token = secrets.token_hex(4)
         self._mailbox = Mailbox(
-            f"observer-{token}", run_id=run_id, lineage=0, incarnation=token, bind=f"inproc://observer-{token}"
+            f"observer-{token}",
+            run_id=life.run_id,
+            lineage=life.lineage,
+            incarnation=token,
+            bind=f"inproc://observer-{token}",
         )
         await self._mailbox.start()
         return self

@@ -342,6 +342,31 @@ def test_a_node_without_a_controller_ends_with_its_services(launch: Launch) -> N
     assert launch.run.run_id == "a1b2c3d4e5f6"
 
 
+def test_with_restart_a_run_is_resumed_as_often_as_the_budget_says(launch: Launch) -> None:
+    code, out, err = launch.start("--restart", "--restart-budget", "1/600", actor="sleep=0.3 exit=3").end()
+    assert code == 1 and launch.nothing_is_left()
+    assert err.count("actor ended with exit code 3; the run is resumed") == 1
+    assert "has no complete checkpoint: the run begins anew at batch 0 (lineage 1)" in err
+    assert "failed: actor ended with exit code 3" in err and launch.run.lineage == 1
+    code, out, err = launch.start("--restart", "--resume", str(launch.run.path), **all_done()).end()
+    assert code == 0 and "resume: " in out and "(lineage 2)" in out, err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--restart", "--no-save"), "--no-save leaves nothing to go on from"),
+        (("--no-load-optim",), "without --resume no checkpoint is loaded"),
+        (("--resume", "/elsewhere", "--run-dir", "here"), "is another directory than --run-dir here"),
+        (("--resume", "/elsewhere"), "is no run directory"),
+        (("--resume",), "names no run"),
+    ],
+)
+def test_options_of_a_resume_that_cannot_act_are_refused(launch: Launch, flags: tuple[str, ...], problem: str) -> None:
+    code, _, err = launch.start(*flags).end()
+    assert code == 2 and problem in err and "Nothing was started." in err
+
+
 @contextlib.contextmanager
 def controller_of(run_id: str) -> Iterator[str]:
     """The endpoint of a mailbox that knows its run, as a controller on another host would be."""
@@ -349,7 +374,7 @@ def controller_of(run_id: str) -> Iterator[str]:
     loop = asyncio.new_event_loop()
 
     async def welcome(message: Hello, sender: object) -> Welcome:
-        return Welcome(run_id, 0)
+        return Welcome(run_id, 0, 0)
 
     async def serve() -> None:
         bind = f"tcp://{socket.gethostbyname(socket.gethostname())}:0"

@@ -47,7 +47,7 @@ def test_messages_with_such_names_are_refused(text: str) -> None:
         return encode(fake)
 
     member = Member("rollout-0", "rollout", "ipc:///x", "1")
-    for message, field in ((Welcome("r", 0), "run_id"), (member, "name"), (member, "role"), (member, "incarnation")):
+    for message, field in ((Welcome("r", 0, 0), "run_id"), (member, "name"), (member, "role"), (member, "incarnation")):
         with pytest.raises(Refused, match="can be no file name"):
             decode(forged(message, **{field: text}))
     with pytest.raises(Refused, match="endpoint"):

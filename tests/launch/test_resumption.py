@@ -59,6 +59,8 @@ def test_options_that_differ_are_all_named_and_nothing_is_touched(run: RunDir) -
 
 def test_a_finished_run_is_refused_until_its_end_is_moved(run: RunDir) -> None:
     save(run, 60)
+    assert find(run.path, Options(**BASE)).cut == 60, "its model is not exported"
+    run.export_dir.mkdir()
     with pytest.raises(ConfigError, match="the run is finished: batch 59 is trained and saved"):
         find(run.path, Options(**BASE))
     assert find(run.path, Options(**BASE | {"num_rollout": 61})).cut == 60

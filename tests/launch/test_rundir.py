@@ -19,10 +19,12 @@ from relax.launch.obstacle import obstacle
 from relax.launch.places import places_of
 from relax.launch.plan import mark_of
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
+from relax.protocol.messages import Welcome
 
 JOIN = """
 import pathlib, sys, time
 from relax.launch.rundir import RunDir
+from relax.protocol.messages import Welcome
 run = RunDir.create_or_join(pathlib.Path(sys.argv[1]))
 print(run.run_id, flush=True)
 time.sleep(60)
@@ -172,6 +174,7 @@ def test_a_directory_that_cannot_be_made_is_refused_and_nothing_is_left(tmp_path
 UNWRITABLE = """
 import os, pathlib, sys
 from relax.launch.rundir import refusals
+from relax.protocol.messages import Welcome
 os.chmod(sys.argv[1], 0o500)
 os.setuid(65534)  # permissions do not hold root
 print(*refusals(pathlib.Path(sys.argv[1]) / "run"))
@@ -264,3 +267,21 @@ def test_a_resume_that_cannot_be_written_leaves_the_run_as_it_was(
     monkeypatch.undo()
     assert RunDir.load(tmp_path / "run").lineage == 0 and first.config.read_text() == "seed: 1\n"
     assert not first.runtime_dir.exists() and not first.shm_dir.exists()
+
+
+def test_a_host_goes_on_in_the_life_that_the_controller_tells_of(tmp_path: Path) -> None:
+    def join(lineage: int, cut: int) -> RunDir:
+        return RunDir.join(tmp_path / "run", Welcome("a1b2", lineage, cut), name="t", directory=tmp_path)
+
+    run = join(1, 5)
+    assert (run.lineage, run.cut, run.checkpoint) == (1, 5, tmp_path / "run" / "checkpoints" / "5")
+    beside = join(1, 5)
+    with pytest.raises(ConfigError, match="lineage 1 of the run is there, the controller's is 2"):
+        join(2, 7)
+    beside.leave()
+    run.leave()
+    run = join(2, 7)
+    assert (run.lineage, run.cut) == (2, 7) and RunDir.load(tmp_path / "run").lineage == 2
+    run.leave()
+    with pytest.raises(ConfigError, match="lineage 2 of the run is there, the controller's is 1"):
+        join(1, 5)

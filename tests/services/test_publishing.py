@@ -211,7 +211,13 @@ def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path
         options = tiny.options(hf_checkpoint=str(tmp_path / "model"), num_rollout=3)
         if broken:
             (tmp_path / "weights").write_text("no directory")
-        run: Any = SimpleNamespace(run_id="r", shm_dir=tmp_path / "store", weights_dir=tmp_path / "weights")
+        run: Any = SimpleNamespace(
+            run_id="r",
+            shm_dir=tmp_path / "store",
+            weights_dir=tmp_path / "weights",
+            checkpoint=None,
+            checkpoints_dir=tmp_path / "checkpoints",
+        )
         actor = Actor(Context("actor", options, run, "", "", None, options))
         actor._ended = asyncio.get_running_loop().create_future()
         actor.num_batches = 3

@@ -126,7 +126,7 @@ def test_a_part_that_is_missing_is_named_and_the_run_does_without(
 def test_a_ledger_that_cannot_be_copied_is_named(tmp_path: Path, ledger: Ledger) -> None:
     async def work(it: Saving, models: Models) -> None:
         with capture_logs() as logs:
-            assert await it.write(0, ledger) is None
+            assert await it.write(5, ledger) is None
         assert "controller: " in logs[0]["error"] and "its time was over" in logs[0]["error"]
 
     saving(tmp_path, work, deadline=-1.0)

@@ -27,7 +27,8 @@ log = structlog.get_logger()
 
 class Saving:
     """`roles` are the services with a model to be saved; `interval` in batches (None: at the end alone). `last` is the
-    cut of the newest checkpoint that was begun, at first the one that the lineage began from."""
+    cut of the newest checkpoint that was begun and `written` of the newest that is complete, at first the one that the
+    lineage began from (-1: none). `room` gives the bytes of a checkpoint, None where they are not known yet."""
 
     def __init__(
         self,
@@ -41,12 +42,14 @@ class Saving:
         first_batch: int = 0,
         interval: int | None = None,
         deadline: float = 600.0,
+        room: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._directory, self._roles, self._ask = directory, tuple(roles), ask
         self._run_id, self._lineage, self._options = run_id, lineage, options
-        self._interval, self._deadline = interval, deadline
+        self._interval, self._deadline, self._room = interval, deadline, room
         self._one = asyncio.Lock()
         self.last = first_batch
+        self.written = first_batch or -1
         self.failed = 0
 
     def due(self, version: int) -> int | None:
@@ -60,7 +63,8 @@ class Saving:
         return cut if cut > self.last else None
 
     async def write(self, cut: int, ledger: Ledger, *, wait: bool = False) -> Checkpoint | None:
-        """Writes the checkpoint of `cut`, which the ledger was told of in a turn that is saved. None when it failed.
+        """Writes the checkpoint of `cut`, which the ledger was told of in a turn that is saved. None when it failed, or
+        was written already.
 
         While another is being written this one is left out, unless it may `wait`.
         """
@@ -69,9 +73,11 @@ class Saving:
             await self._give_up(cut, "the one before is still being written")
             return None
         async with self._one:
+            if self.written >= cut:
+                return None
             started = time.monotonic()
             try:
-                writing = await asyncio.to_thread(self._directory.begin, cut)
+                writing = await asyncio.to_thread(self._directory.begin, cut, wanted=self._room())
             except CheckpointError as error:
                 await self._give_up(cut, str(error))
                 return None
@@ -89,6 +95,7 @@ class Saving:
                 except CheckpointError as error:
                     problems = [str(error)]
                 else:
+                    self.written = cut
                     seconds = round(time.monotonic() - started, 3)
                     log.info("checkpoint_written", batch=cut, bytes=made.size, seconds=seconds, path=str(made.path))
                     return made

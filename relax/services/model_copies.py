@@ -1,0 +1,42 @@
+"""The copies of a model that lives on several ranks."""
+
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+
+from relax.config.options import Options
+from relax.megatron.snapshot import Loaded, SaveError
+from relax.services.ranks import Ranks
+from relax.services.saved_work import SavedWork
+
+log = structlog.get_logger()
+
+W = TypeVar("W", bound=SavedWork)
+
+
+class ModelCopies(Generic[W]):
+    """See `relax.services.keeping.Copies`."""
+
+    def __init__(self, ranks: Ranks[W], work: W) -> None:
+        self._ranks, self._work = ranks, work
+
+    async def take(self, batch: int) -> None:
+        await self._ranks.run(self._work.take_snapshot, batch, batch)
+
+    async def write(self, part: Path) -> str:
+        try:
+            await self._ranks.run(self._work.save, str(part))
+        except SaveError as error:
+            return str(error)
+        return ""
+
+    async def drop(self) -> None:
+        await self._ranks.run(self._work.drop_snapshot)
+
+
+async def load_part(ranks: Ranks[W], work: W, part: Path, options: Options) -> Loaded:
+    """Takes over a part of a checkpoint, except for what the user does without. Raises CheckpointError."""
+    loaded = await ranks.run(work.load, str(part), not options.no_load_optim, not options.no_load_rng)
+    log.info("checkpoint_loaded", path=str(part), steps=loaded.steps, optimizer=loaded.optimizer, rng=loaded.generators)
+    return loaded
