@@ -1,4 +1,4 @@
-"""A long run of real processes around a simulated engine: at its end no service holds more memory than at its middle."""
+"""A long run of real processes around a simulated engine: no service holds more at its end than at its middle."""
 
 import subprocess
 import sys
