@@ -126,6 +126,9 @@ class SimulatedEngine:
     def running(self) -> int:
         return len(self._samples)
 
+    def tokens(self) -> dict[str, int]:
+        return {name: self._tokens(sample) for name, sample in self._samples.items()}
+
     # ---- samples ----
 
     async def generate(self, request: Request) -> Result:

@@ -200,6 +200,12 @@ class VllmEngine:
     def running(self) -> int:
         return len(self._tasks)
 
+    def tokens(self) -> dict[str, int]:
+        # vLLM gives out finished samples only; what it has heard of the others from its core is in here.
+        heard = self._llm.output_processor.request_states if self._queues else {}
+        states = {name: heard.get(queue.request_id) for name, queue in self._queues.items()}
+        return {name: state.detokenizer.num_output_tokens() for name, state in states.items() if state is not None}
+
     # ---- samples ----
 
     async def generate(self, request: Request) -> Result:

@@ -181,7 +181,7 @@ def test_a_cancelled_sample_frees_its_slot_at_once(in_time) -> None:
         await asyncio.sleep(0.5)
         first.cancel()
         times = await ends([third])
-        assert engine.running == 0
+        assert engine.running == 0 and engine.tokens() == {}
         return times
 
     assert in_time(scene) == [1.5]
@@ -191,6 +191,7 @@ def test_an_aborted_sample_gives_what_it_has(in_time) -> None:
     async def scene(engine: SimulatedEngine, publish: Any) -> list[Result]:
         futures = await engine.submit([request("a"), request("queued"), request("b")])
         await asyncio.sleep(0.45)
+        assert engine.tokens() == {"a": 4, "queued": 0, "b": 0}
         await engine.abort(["a", "queued", "unknown"])
         assert (await ends(futures))[-1] == 1.45
         return [future.result() for future in futures]
