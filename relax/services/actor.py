@@ -62,7 +62,6 @@ class Actor(Trainer):
         metrics.sum("perf/trainer_wait_s/payload", taken.held_up(waited))
         metrics.sum("perf/train_s", seconds)
         metrics.update(self.publishing.take())
-        metrics.sum("perf/response_tokens", int(taken.tensors.response_lens.sum()))
 
     async def ended(self, batch: int) -> None:
         if (batch + 1) % self.options.update_weights_interval == 0:

@@ -57,7 +57,7 @@ from relax.protocol.messages import (
 from relax.services.control.batches import Batches
 from relax.services.control.deaths import Deaths
 from relax.services.control.groups import Groups
-from relax.services.control.health import trouble
+from relax.services.control.health import nothing_trained, trouble
 from relax.services.control.issue import Issue
 from relax.services.control.opening import open_ledger, open_prompts
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
@@ -408,6 +408,8 @@ class Controller(Service):
         # A resume may have nothing left to train; the actor can be told so once it is there.
         at_work = self.gate.published_version is not None
         if at_work and self.gate.finished and self.gate.version == self.gate.next_batch:
+            if self.gate.version == 0:
+                raise ServiceError(nothing_trained(self.book.conservation()))
             self._finishing = True
             self.spawn(self._finish(), "finish")
 
