@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from errno import EINVAL, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,36 @@ def write_list(directory: Path, files: Mapping[str, File]) -> None:
     sync(directory)
 
 
-def write_new(path: Path, data: bytes) -> File:
-    """Writes a small new file, synced. Raises OSError, and removes what it wrote."""
+def write_new(path: Path, *pieces: bytes | memoryview) -> File:
+    """Writes a new file, synced, in one pass with its digest. Its space is taken first, so that a full disk is found
+    before anything is written. Raises OSError; what was written is removed."""
+    digest, size = xxhash.xxh3_128(), sum(len(piece) for piece in pieces)
     try:
         with path.open("xb") as opened:
-            opened.write(data)
+            _reserve(opened.fileno(), size)
+            for piece in pieces:
+                for start in range(0, len(piece), _CHUNK):
+                    chunk = piece[start : start + _CHUNK]
+                    digest.update(chunk)
+                    opened.write(chunk)
             opened.flush()
             os.fsync(opened.fileno())
     except FileExistsError:
         raise
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{error.strerror}; {len(data)} bytes are wanted", str(path)) from None
-    return File(len(data), xxhash.xxh3_128(data).hexdigest())
+        raise OSError(error.errno, f"{error.strerror}; {size} bytes are wanted", str(path)) from None
+    return File(size, digest.hexdigest())
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if not size:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (EINVAL, EOPNOTSUPP):  # a file system that cannot: the writing itself will tell
+            raise
 
 
 def read_list(directory: Path) -> dict[str, File]:

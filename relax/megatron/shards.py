@@ -13,15 +13,12 @@ Here each rank writes its shards by itself, and the headers of the files say whe
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from errno import EINVAL, EOPNOTSUPP
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
@@ -32,11 +29,10 @@ from megatron.core.dist_checkpointing.mapping import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from relax.checkpoints.parts import File
+from relax.checkpoints.parts import File, write_new
 from relax.megatron.checkpoint import CheckpointError
 
 _PLACES = "places"  # in the metadata of a file: name -> [key, shape of the whole, offset]
-_CHUNK = 16 << 20
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -104,11 +100,7 @@ def write_shards(path: Path, shards: Iterable[Shard]) -> File:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> File:
-    """Writes a new safetensors file, synced, in one pass with its digest. The tensors are contiguous in host memory.
-
-    Its space is taken first, so that a full disk is found before anything is written. Raises OSError; what was written
-    is removed.
-    """
+    """Writes a new safetensors file; see `write_new`. The tensors are contiguous in host memory."""
     # The widest first: then every tensor begins at a multiple of its width.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -122,35 +114,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         size += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = xxhash.xxh3_128()
-    total = 8 + len(text) + size
-    try:
-        with path.open("xb") as opened:
-            _reserve(opened.fileno(), total)
-            for piece in (len(text).to_bytes(8, "little"), text):
-                digest.update(piece)
-                opened.write(piece)
-            for _, tensor in ordered:
-                data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-                for start in range(0, len(data), _CHUNK):
-                    digest.update(data[start : start + _CHUNK])
-                    opened.write(data[start : start + _CHUNK])
-            opened.flush()
-            os.fsync(opened.fileno())
-    except FileExistsError:
-        raise
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise OSError(error.errno, f"{error.strerror}; {total} bytes are wanted", str(path)) from None
-    return File(total, digest.hexdigest())
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (EINVAL, EOPNOTSUPP):  # a file system that cannot: the writing itself will tell
-            raise
+    data = (memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) for _, tensor in ordered)  # type: ignore[arg-type]
+    return write_new(path, len(text).to_bytes(8, "little"), text, *data)
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
