@@ -2,8 +2,9 @@
 
 Tells are numbered and kept until the peer's cumulative acknowledgement covers them. What is lost is found by asking,
 not by guessing from a clock: a link whose oldest tell or ask stays open sends a probe, and since a connection keeps its
-order, everything sent before the probe has arrived before it or never will. So a busy peer is never sent a message twice,
-however large, and one that was absent or restarted is caught up from the first message that it did not acknowledge.
+order, everything sent before the probe has arrived before it or never will. So a busy peer is never sent a message
+twice, however large, and one that was absent or restarted is caught up from the first message that it did not
+acknowledge.
 """
 
 import asyncio

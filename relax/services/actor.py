@@ -113,9 +113,9 @@ class Actor(Trainer):
 
         return await self._ranks.lead(publish, PUBLICATION)
 
-    def _published(self, staged: Staged, manifest: Manifest) -> None:
+    async def _published(self, staged: Staged, manifest: Manifest) -> None:
         self.counters["published"] = staged.version
-        self.report(Published(staged.version, manifest.to_json()))
+        await self.tell(self.context.controller, Published(staged.version, manifest.to_json()))
 
     async def _is_published(self, version: int) -> None:
         limit = self.options.stall_timeout

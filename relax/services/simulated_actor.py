@@ -100,9 +100,9 @@ class SimulatedActor(Trainer):
         publish, wait = self.publisher.publish, self.options.peer_timeout
         return await asyncio.to_thread(publish, staged.version, staged.step, weights, wait=wait)
 
-    def _published(self, staged: Staged, manifest: Manifest) -> None:
+    async def _published(self, staged: Staged, manifest: Manifest) -> None:
         self.counters["published"] = staged.version
-        self.report(Published(staged.version, manifest.to_json()))
+        await self.tell(self.context.controller, Published(staged.version, manifest.to_json()))
 
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)

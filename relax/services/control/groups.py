@@ -3,7 +3,8 @@
 Every report is told to the book, which says whether it counts, and then to the gate.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import structlog
@@ -62,6 +63,20 @@ class Groups:
         timeout = options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._unusable_in_a_row = self._unusable_weight = 0
+
+    def whereabouts(self, groups: Iterable[int], name: Callable[[str], str]) -> str:
+        """Where open groups are, as they were heard of last; `name` gives the service of an incarnation."""
+        places = Counter(self._whereabouts(group, name) for group in groups)
+        return ", ".join(f"{count} {place}" for place, count in places.most_common())
+
+    def _whereabouts(self, group: int, name: Callable[[str], str]) -> str:
+        record, stage = self._book[group], self._draws[group].stage
+        if record.state is State.PENDING:
+            return "to be issued again"
+        if record.state is State.ISSUED:
+            return f"issued to {record.location}"
+        sent = f"sent to {name(stage)}" if stage else "sent to nobody yet"
+        return f"{record.state.word} by {record.location} and {sent}"
 
     # --- on its way --------------------------------------------------------------------------------------------------
 
