@@ -4,32 +4,25 @@ Every report is told to the book, which says whether it counts, and then to the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import structlog
 
-from relax.config.options import Options
-from relax.gate.gate import Gate
 from relax.gate.stragglers import Stragglers
-from relax.ledger.book import GroupBook
 from relax.ledger.records import GroupRecord
 from relax.ledger.states import Accepted, Stale, StaleReason, State
 from relax.protocol.messages import (
     Filtered,
     HandedBack,
     Lease,
-    Member,
     Ready,
     Rejected,
     RewardDone,
     Sampled,
 )
 from relax.protocol.payload import Payload
-from relax.services.control.draws import Draws
-from relax.services.control.outbox import Outbox
-from relax.services.control.pace import Pace
-from relax.services.control.replicas import Replicas
+from relax.services.control.state import PipelineState
 from relax.services.service import ServiceError
 
 # So many batches' worth of groups may be filtered in a row without one that is not; a prompt set aside counts for as
@@ -43,39 +36,28 @@ log = structlog.get_logger()
 
 
 class Groups:
-    """`peers` gives the live members of a role, `lives` says whether an incarnation is one. Methods that take a message
-    and its sender are handlers."""
+    """Methods that take a message and its sender are handlers."""
 
-    def __init__(
-        self,
-        options: Options,
-        gate: Gate,
-        book: GroupBook,
-        draws: Draws,
-        replicas: Replicas,
-        pace: Pace,
-        outbox: Outbox,
-        peers: Callable[[str], list[Member]],
-        lives: Callable[[str], bool],
-    ) -> None:
-        self._options, self._gate, self._book, self._draws = options, gate, book, draws
-        self._replicas, self._pace, self._outbox, self._peers, self._lives = replicas, pace, outbox, peers, lives
-        timeout = options.straggler_timeout
+    def __init__(self, state: PipelineState) -> None:
+        self._options, self._gate, self._book, self._draws = state.options, state.gate, state.book, state.draws
+        self._replicas, self._pace, self._outbox = state.replicas, state.pace, state.outbox
+        self._peers, self._lives, self._name_of = state.peers, state.registry.lives, state.registry.name_of
+        timeout = state.options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._unusable_in_a_row = self._unusable_weight = 0
 
-    def whereabouts(self, groups: Iterable[int], name: Callable[[str], str]) -> str:
-        """Where open groups are, as they were heard of last; `name` gives the service of an incarnation."""
-        places = Counter(self._whereabouts(group, name) for group in groups)
+    def whereabouts(self, groups: Iterable[int]) -> str:
+        """Where open groups are, as they were heard of last."""
+        places = Counter(map(self._whereabouts, groups))
         return ", ".join(f"{count} {place}" for place, count in places.most_common())
 
-    def _whereabouts(self, group: int, name: Callable[[str], str]) -> str:
+    def _whereabouts(self, group: int) -> str:
         record, stage = self._book[group], self._draws[group].stage
         if record.state is State.PENDING:
             return "to be issued again"
         if record.state is State.ISSUED:
             return f"issued to {record.location}"
-        sent = f"sent to {name(stage)}" if stage else "sent to nobody yet"
+        sent = f"sent to {self._name_of(stage)}" if stage else "sent to nobody yet"
         return f"{record.state.word} by {record.location} and {sent}"
 
     # --- on its way --------------------------------------------------------------------------------------------------
