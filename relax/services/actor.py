@@ -83,9 +83,9 @@ class Actor(Trainer):
 
         return await self.model.read(staged.place, publish)
 
-    def _published(self, staged: Staged, manifest: Manifest) -> None:
+    async def _published(self, staged: Staged, manifest: Manifest) -> None:
         self.counters["published"] = staged.version
-        self.report(Published(staged.version, manifest.to_json()))
+        await self.tell(self.context.controller, Published(staged.version, manifest.to_json()))
 
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)

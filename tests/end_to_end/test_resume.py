@@ -67,7 +67,10 @@ def checkpoint_under_way(life: Life, more: int) -> Moment:
 
 def newest(life: Life) -> int:
     """The batch of the newest complete checkpoint."""
-    return max((int(f.parent.name) for f in life.directory.glob("checkpoints/*/complete.json") if f.parent.name.isdigit()), default=0)
+    return max(
+        (int(f.parent.name) for f in life.directory.glob("checkpoints/*/complete.json") if f.parent.name.isdigit()),
+        default=0,
+    )
 
 
 def just_published(life: Life, more: int) -> Moment:
