@@ -29,7 +29,7 @@ def report(it: Desk, order: GroupOrder) -> None:
     """All that the stages say of one group."""
     lease, version = order.lease, it.book[order.lease.group].version or 0
     it.sampled(lease, version)
-    it.groups.reward_done(RewardDone(lease, it.of_role("advantages")[0].incarnation), sender("reward-0"))
+    it.groups.reward_done(RewardDone(lease, it.peers.of_role("advantages")[0].incarnation), sender("reward-0"))
     it.groups.ready(Ready(lease, version, 5), sender("advantages-0"))
 
 

@@ -85,7 +85,7 @@ class Actor(Trainer):
 
     async def _published(self, staged: Staged, manifest: Manifest) -> None:
         self.counters["published"] = staged.version
-        await self.tell(self.context.controller, Published(staged.version, manifest.to_json()))
+        await self.peers.tell(self.context.controller, Published(staged.version, manifest.to_json()))
 
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)

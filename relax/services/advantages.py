@@ -37,10 +37,11 @@ from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import FINISH_LENGTH, SampledGroup
 from relax.services import assembly
 from relax.services.assembly import RawBatch, ScoredGroup
+from relax.services.errors import ServiceError
 from relax.services.groups import take_group
 from relax.services.intervals import reference_version
 from relax.services.samples import write_samples
-from relax.services.service import Context, Service, ServiceError
+from relax.services.service import Context, Service
 from relax.services.versions import oldest_version
 
 # Groups that the reference is asked about at once: hides the round trip; the rest waits here, its tensors unsent.
@@ -188,7 +189,7 @@ class Advantages(Service):
         """It may have to train a batch or load weights first; that it lives is known from its heartbeats, and that it
         gets on is its own watchdog's care."""
         try:
-            return await self.ask_role(role, message)
+            return await self.peers.ask_role(role, message)
         finally:
             self.payloads.release(payload_id)
 
@@ -228,7 +229,7 @@ class Advantages(Service):
         # The actor takes one batch ahead of the one it trains, so it has the one before the last by now.
         self.payloads.release(f"batch {b - 2}")
         for role in ("actor", "critic") if self.has_critic else ("actor",):
-            member = await self.member(role)
+            member = await self.peers.member(role)
             self.send(member.endpoint, TrainBatch(b, message.commit, message.leases, payload))
         with self.watchdog.work():
             await asyncio.to_thread(write_samples, self.run.samples_dir, b, members, self.tokenizer)

@@ -11,7 +11,7 @@ def weight_agent(service: Service) -> WeightAgent:
     """The agent of the service's node, which fetches from the actor what the node's store lacks."""
 
     async def fetch(version: int, digest: str) -> np.ndarray | None:
-        reply = await service.ask_role("actor", FetchChunk(version, digest))
+        reply = await service.peers.ask_role("actor", FetchChunk(version, digest))
         assert isinstance(reply, Chunk)
         return reply.data if len(reply.data) else None
 

@@ -65,7 +65,8 @@ from relax.services.control.saving import Saving
 from relax.services.control.state import PipelineState
 from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
 from relax.services.control.weights import Weights
-from relax.services.service import Context, Service, ServiceError, shared_options
+from relax.services.errors import ServiceError
+from relax.services.service import Context, Service, shared_options
 from relax.status.snapshot import Seen, Snapshot
 from relax.weights.errors import WeightError
 
@@ -93,7 +94,7 @@ class Controller(Service):
         cut = context.cut
         gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare)
         registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
-        state = PipelineState(o, gate, GroupBook(self.lineage), registry, self.of_role)
+        state = PipelineState(o, gate, GroupBook(self.lineage), registry, self.peers.of_role)
         self.gate, self.book, self.registry = gate, state.book, registry
         self.draws, self.replicas, self.outbox, self.pace = state.draws, state.replicas, state.outbox, state.pace
         self.rows = BatchRows(
@@ -201,10 +202,10 @@ class Controller(Service):
     async def _ask_to_save(self, role: str, message: Save) -> Saved:
         """However long it writes: the deadline is on its silence, and on its getting on, which it sees to itself."""
         try:
-            member = await self.member(role)
+            member = await self.peers.member(role)
         except ServiceError as error:
             return Saved(message.batch, str(error))
-        reply = await self.ask(member.endpoint, message)
+        reply = await self.peers.ask(member.endpoint, message)
         assert isinstance(reply, Saved)
         return reply
 
@@ -281,7 +282,7 @@ class Controller(Service):
     async def _withdraw(self, asked: Withdraw) -> None:
         held = {}
         for role in sorted(self.batches.trainers):
-            trainer = await self.member(role)
+            trainer = await self.peers.member(role)
             reply = await self.mailbox.ask(trainer.endpoint, asked, deadline=self.options.peer_timeout)
             assert isinstance(reply, Withdrawn)
             held[role] = reply.held
@@ -291,7 +292,7 @@ class Controller(Service):
     def _members_are(self) -> None:
         """Everybody learns who is a member now."""
         members = self.registry.members()
-        self.learn(members)
+        self.peers.learn(members)
         for member in members:
             self.send(member.endpoint, Members(members))
 
@@ -436,7 +437,7 @@ class Controller(Service):
             while not self.book.save(self.ledger):
                 await asyncio.to_thread(self.ledger.flush, self.options.stall_timeout)
             await self.saving.write(self.gate.version, self.ledger, wait=True)
-        actor = await self.member("actor")
+        actor = await self.peers.member("actor")
         reply = await self.mailbox.ask(actor.endpoint, Finish(), deadline=self.options.stall_timeout)
         assert isinstance(reply, Finished)
         self.log.info("run_finished", version=reply.version, export=reply.export, batches=self.gate.version)

@@ -12,9 +12,10 @@ from typing import Any
 from relax.metrics import Metrics
 from relax.protocol.messages import Values, ValuesRequest
 from relax.protocol.tensors import Responses
+from relax.services.errors import ServiceError
 from relax.services.models.base import Taken
 from relax.services.models.value import ValueModel
-from relax.services.service import Context, ServiceError
+from relax.services.service import Context
 from relax.services.trainer import Trainer
 
 
@@ -29,7 +30,7 @@ class Critic(Trainer):
         return super().handlers() | {ValuesRequest: self.on_request}
 
     async def on_request(self, message: ValuesRequest, sender: Any) -> Values:
-        arrays = await self.fetch(self.payloads, message.payload)
+        arrays = await self.peers.fetch(self.payloads, message.payload)
         responses = Responses.from_arrays(arrays, message.payload.id)
         b = message.batch
         await self.reached(self.version, b, f"was asked for values at version {b}")

@@ -14,7 +14,7 @@ async def pull_group(service: Service, store: PayloadStore, lease: Lease, payloa
     Raises Refused when they are not as described, and what else `Service.fetch` raises.
     """
     try:
-        return await service.fetch(store, payload)
+        return await service.peers.fetch(store, payload)
     except (PayloadGone, PeerForgotten) as gone:
         service.log.warning("payload_gone", group=lease.group, fence=lease.fence, problem=str(gone))
         service.report(HandedBack(lease, None, None))

@@ -69,7 +69,7 @@ class Reference(Service):
         await self.model.close(self.clean)
 
     async def on_request(self, message: ReferenceRequest, sender: Any) -> ReferenceLogprobs:
-        arrays = await self.fetch(self.payloads, message.payload)
+        arrays = await self.peers.fetch(self.payloads, message.payload)
         responses = Responses.from_arrays(arrays, message.payload.id)
         await self.reached(self.version, message.version, f"was asked for reference version {message.version}")
         self.activity = f"scoring with version {self.version.value}"

@@ -70,9 +70,9 @@ class Reward(Service):
             self.report(Rejected(lease, self.role, f"reward_{failure.kind}", str(failure)))
             return
         rewards = np.array([np.nan if s.value is None else s.value for s in scores], np.float64)
-        advantages = await self.member("advantages")
+        advantages = await self.peers.member("advantages")
         self.report(RewardDone(lease, advantages.incarnation))
-        await self.tell(advantages.endpoint, Scored(message.order, message.payload, rewards))
+        await self.peers.tell(advantages.endpoint, Scored(message.order, message.payload, rewards))
 
     def _items(self, order: GroupOrder, group: SampledGroup) -> list[Item]:
         row = json.loads(order.row)

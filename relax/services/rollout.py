@@ -42,9 +42,10 @@ from relax.protocol.payload import Payload, PayloadStore
 from relax.protocol.tensors import TensorError
 from relax.services import sampling
 from relax.services.chunks import weight_agent
+from relax.services.errors import ServiceError
 from relax.services.groups import pull_group
 from relax.services.held_draws import Draw, HeldDraws
-from relax.services.service import Context, Service, ServiceError
+from relax.services.service import Context, Service
 from relax.services.token_count import TokenCount
 from relax.services.versions import oldest_version
 from relax.weights.errors import NotStored
@@ -224,13 +225,13 @@ class Rollout(Service):
         kept = self.payloads.keep(payload_id, group.arrays())
         # What was parked is part of the payload now.
         score = Score(dataclasses.replace(order, parked=None), self.payloads.travelling(kept))
-        live = self.of_role("reward")
+        live = self.peers.of_role("reward")
         reward = live[lease.group % len(live)] if live else None
         named = "" if reward is None else reward.incarnation
         self.report(Sampled(lease, oldest, int(group.response_lens.sum()), kept, named))
         if reward is None:
-            reward = await self.member("reward", lease.group)
-        await self.tell(reward.endpoint, score)
+            reward = await self.peers.member("reward", lease.group)
+        await self.peers.tell(reward.endpoint, score)
 
     async def on_release(self, message: Release, sender: Any) -> None:
         for lease in message.leases:
@@ -258,7 +259,7 @@ class Rollout(Service):
 
     def _signalled(self, number: int) -> None:
         """The first signal to a member means: leave. The second, or one to a stranger: end."""
-        if self.leaving or not self.members:
+        if self.leaving or not self.peers.members:
             super()._signalled(number)
             return
         self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.draws.leases()))

@@ -9,14 +9,13 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import math
 import os
 import secrets
 import signal
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from relax.launch.process import die_with_parent
 from relax.launch.rundir import PER_SERVICE, RunDir
 from relax.launch.sweep import MARK
 from relax.protocol.core import Bounds
-from relax.protocol.errors import PeerError, PeerForgotten, ProtocolError
+from relax.protocol.errors import ProtocolError
 from relax.protocol.faults import Faults
 from relax.protocol.mailbox import Mailbox
 from relax.protocol.messages import (
@@ -38,15 +37,15 @@ from relax.protocol.messages import (
     Inventory,
     Lease,
     Member,
-    Members,
     Register,
     Registered,
     Shutdown,
 )
-from relax.protocol.payload import Arrays, Payload, PayloadStore
 from relax.protocol.security import Security
+from relax.services.errors import ServiceError
 from relax.services.memory import resident_bytes
 from relax.services.milestone import Milestone
+from relax.services.peers import Peers
 from relax.services.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 0.5
@@ -56,17 +55,11 @@ MEMORY_SECONDS = 5.0
 FAULTS = "RELAX_FAULTS"
 # Exit code of a service that did not get on with its work, or whose loop hung.
 STALLED = 75
-# Lives that ended, by endpoint, which are remembered: none of them is asked again.
-GONE = 1024
 # How long a service may take to say its last words, and again to let go of what it holds. The launcher, which promises
 # an end within 10 s, allows for both.
 RELEASE_SECONDS = 2.5
 # After so long a service that is ending is ended, wherever it hangs.
 STUCK_SECONDS = 6.0
-
-
-class ServiceError(Exception):
-    """The end of a service for a reason its user can act on; printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +93,14 @@ class Service:
         self.lineage = context.lineage
         self.incarnation = secrets.token_hex(4)
         self.log = structlog.get_logger().bind(run=context.run.run_id)
-        self.members: dict[str, Member] = {}
-        self._of_role: dict[str, list[Member]] = {}
         self.counters: dict[str, float] = defaultdict(float)  # they only grow, and travel with every heartbeat
+        self.peers = Peers(context.name, context.controller, context.options, self.counters)
         self.gauges: dict[str, float] = {}  # measured now and then; they travel too
         self.activity = "starting"
         self.clean = False  # told to end, not failed: `release` may say goodbye to others
         self.num_batches: int | None = None
         self._worked_on: set[tuple[Lease, ...]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._members_changed = asyncio.Event()
-        self._gone: deque[str] = deque(maxlen=GONE)
         self.watchdog = Watchdog(self.options.stall_timeout, self._stalled)
         self._ended: asyncio.Future[int]
 
@@ -157,7 +147,7 @@ class Service:
         code = 1
         try:
             await self.mailbox.start()
-            self.mailbox.on(Members, self._on_members)
+            self.peers.open(self.mailbox)
             self.mailbox.on(Shutdown, self._on_shutdown)
             self.mailbox.on(Inventory, self._on_inventory)
             self._watch(self.mailbox.failed)
@@ -193,8 +183,7 @@ class Service:
         assert isinstance(reply, Registered)
         self.num_batches = reply.num_batches
         self.spawn(self._beat(), "heartbeat")
-        while not self.members:  # whether the controller lives is the heartbeat's care
-            await self._members_changed.wait()
+        await self.peers.known()  # whether the controller lives is the heartbeat's care
 
     async def _beat(self) -> None:
         while True:
@@ -269,74 +258,7 @@ class Service:
 
     def send(self, endpoint: str, message: Any) -> None:
         """Tell without waiting for the acknowledgement; only a silent controller ends this service."""
-        self.spawn(self.tell(endpoint, message), f"tell {type(message).__name__}")
-
-    async def tell(self, endpoint: str, message: Any) -> None:
-        """Returns when the peer has acknowledged it, or is no member any more."""
-        if endpoint == self.context.controller:
-            await self.mailbox.tell(endpoint, message, deadline=self.options.peer_timeout)
-        elif endpoint not in self._gone:
-            # What was on its way to a member that is gone is nobody's failure: the ledger knows what did not arrive.
-            # Until it is gone, it is the controller that judges its silence.
-            with contextlib.suppress(PeerForgotten):
-                await self._patiently(self.mailbox.tell(endpoint, message, deadline=math.inf), endpoint, message)
-
-    async def ask(self, endpoint: str, message: Any) -> Any:
-        """The reply of a member, however long it takes. Raises PeerForgotten when it is no member any more, PeerError
-        when its handler fails.
-
-        For what has no state of its own at the peer: it may be asked again of its next life.
-        """
-        if endpoint in self._gone:
-            raise PeerForgotten(endpoint, type(message).__name__)
-        try:
-            return await self._patiently(self.mailbox.ask(endpoint, message, deadline=math.inf), endpoint, message)
-        except PeerError as error:
-            if not error.closing:
-                raise
-            await self._until_gone(endpoint)
-            raise PeerForgotten(endpoint, type(message).__name__) from None
-
-    async def ask_role(self, role: str, message: Any) -> Any:
-        """The reply of the service of this role, of its next life where the one that was asked dies."""
-        while True:
-            member = await self.member(role)
-            try:
-                return await self.ask(member.endpoint, message)
-            except PeerForgotten:
-                self.log.warning("asked_again", role=role, message_type=type(message).__name__)
-
-    async def fetch(self, store: PayloadStore, payload: Payload) -> Arrays:
-        """The arrays of a payload. Raises what `PayloadStore.fetch` does, PeerForgotten when its producer died."""
-        return await store.fetch(payload, ask=self.ask)
-
-    async def _patiently(self, work: Awaitable[Any], endpoint: str, message: Any) -> Any:
-        """What `work` returns; a peer that keeps it waiting is named at every peer timeout. One that this service does
-        not know as a member is given up then: it was one before this service came, or never."""
-        loop, patience = asyncio.get_running_loop(), self.options.peer_timeout
-        timer: asyncio.TimerHandle
-
-        def silent() -> None:
-            nonlocal timer
-            timer = loop.call_later(patience, silent)
-            self.counters["wait/silent_peer"] += patience
-            kind = type(message).__name__
-            self.log.warning("peer_is_silent", peer=self._name_of(endpoint), message_type=kind)
-            if not any(member.endpoint == endpoint for member in self.members.values()):
-                self._forget(endpoint)
-
-        timer = loop.call_later(patience, silent)
-        try:
-            return await work
-        finally:
-            timer.cancel()
-
-    async def _until_gone(self, endpoint: str) -> None:
-        while any(member.endpoint == endpoint for member in self.members.values()):
-            await self._members_changed.wait()
-
-    def _name_of(self, endpoint: str) -> str:
-        return next((member.name for member in self.members.values() if member.endpoint == endpoint), endpoint)
+        self.spawn(self.peers.tell(endpoint, message), f"tell {type(message).__name__}")
 
     @contextlib.contextmanager
     def working_on(self, *leases: Lease) -> Iterator[None]:
@@ -360,27 +282,6 @@ class Service:
     def report(self, message: Any) -> None:
         """Tell the controller."""
         self.send(self.context.controller, message)
-
-    def of_role(self, role: str) -> list[Member]:
-        """Live members of a role, by name."""
-        if role not in self._of_role:
-            self._of_role[role] = sorted((m for m in self.members.values() if m.role == role), key=lambda m: m.name)
-        return self._of_role[role]
-
-    async def member(self, role: str, key: int = 0) -> Member:
-        """The member of a role that serves `key`; waits for the first one to join, at most the startup timeout.
-
-        The log names the role at every peer timeout until then."""
-        began, patience = time.monotonic(), self.options.startup_timeout
-        while not (live := self.of_role(role)):
-            waited = time.monotonic() - began
-            if waited >= patience:
-                raise ServiceError(f"{self.name} waited {patience:g} s for a {role} service; none joined")
-            try:
-                await asyncio.wait_for(self._members_changed.wait(), min(patience - waited, self.options.peer_timeout))
-            except TimeoutError:
-                self.log.warning("nobody_of_role", role=role, waited=round(time.monotonic() - began, 1))
-        return live[key % len(live)]
 
     @contextlib.contextmanager
     def waiting(self, reason: str) -> Iterator[None]:
@@ -428,27 +329,8 @@ class Service:
         self.log.info("signalled", signal=signal.Signals(number).name)
         self.end(128 + number)
 
-    def learn(self, members: tuple[Member, ...]) -> None:
-        here = {m.endpoint for m in members}
-        for endpoint in {m.endpoint for m in self.members.values()} - here:
-            self._forget(endpoint)
-        for endpoint in here.intersection(self._gone):  # a new life may be given the port of an old one
-            self._gone.remove(endpoint)
-        self.members = {m.name: m for m in members}
-        self._of_role = {}
-        changed, self._members_changed = self._members_changed, asyncio.Event()
-        changed.set()
-
-    def _forget(self, endpoint: str) -> None:
-        if endpoint not in self._gone:
-            self._gone.append(endpoint)
-        self.mailbox.forget(endpoint)
-
     async def _on_inventory(self, message: Inventory, sender: Any) -> Holdings:
         return Holdings((*self.holds(), *itertools.chain(*self._worked_on)))
-
-    async def _on_members(self, message: Members, sender: Any) -> None:
-        self.learn(message.members)
 
     async def _on_shutdown(self, message: Shutdown, sender: Any) -> None:
         self.log.info("shutdown", reason=message.reason, failed=message.failed)

@@ -11,10 +11,11 @@ from relax.protocol.errors import PayloadGone, PeerForgotten
 from relax.protocol.messages import Lease, Save, Saved, TrainBatch, Trained, Withdraw, Withdrawn
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
+from relax.services.errors import ServiceError
 from relax.services.keeping import Keeping
 from relax.services.milestone import Milestone
 from relax.services.models.base import Taken, TrainerModel
-from relax.services.service import Context, Service, ServiceError
+from relax.services.service import Context, Service
 
 
 class Trainer(Service):
@@ -98,7 +99,7 @@ class Trainer(Service):
     async def _take(self, message: TrainBatch) -> None:
         batch, arrived = message.batch, time.monotonic()
         try:
-            arrays = await self.fetch(self.payloads, message.payload)
+            arrays = await self.peers.fetch(self.payloads, message.payload)
         except (PayloadGone, PeerForgotten) as gone:
             # Its sender died; the controller, which knows that too, is about to ask for the batch.
             self.log.warning("batch_gone", batch=batch, problem=str(gone))
@@ -125,7 +126,7 @@ class Trainer(Service):
     # --- training ----------------------------------------------------------------------------------------------------
 
     async def _report_trained(self, batch: int, metrics: Metrics) -> None:
-        await self.tell(self.context.controller, Trained(batch, metrics.wire()))
+        await self.peers.tell(self.context.controller, Trained(batch, metrics.wire()))
         del self._leases[batch]
 
     async def _train_batches(self) -> None:

@@ -56,6 +56,7 @@ class Desk(Controller):
         self.sent: list[tuple[str, Any]] = []
         self.spawned: list[str] = []
         self.now = 0.0
+        self.peers.mailbox = SimpleNamespace(forget=lambda endpoint: None)  # type: ignore[assignment]
 
     def send(self, endpoint: str, message: Any) -> None:
         self.sent.append((endpoint, message))
@@ -63,9 +64,6 @@ class Desk(Controller):
     def spawn(self, work: Any, name: str) -> Any:
         work.close()
         self.spawned.append(name)
-
-    def _forget(self, endpoint: str) -> None:
-        """There is no mailbox."""
 
     def turn(self, after: float = 0.0) -> None:
         self.now += after
@@ -91,7 +89,7 @@ class Desk(Controller):
     def register(self, name: str, role: str, life: int = 1) -> Member:
         member = Member(name, role, f"inproc://{name}" if life == 1 else f"inproc://{name}.{life}", f"{name}.{life}")
         self.registry.register(Register(member, "", 1, shared_options(self.options)), time.monotonic())
-        self.learn(self.registry.members())
+        self.peers.learn(self.registry.members())
         if role == "rollout":
             self.weights.announce(self.replicas.joined(member))
         return member
@@ -110,7 +108,7 @@ class Desk(Controller):
         holder = self.book[lease.group].holder
         kept = Payload(f"group {lease.group}.{lease.fence}", {}, None, f"inproc://{holder}")
         # Incarnations are those of `register`.
-        reward = next((m.incarnation for m in self.of_role("reward")), "")
+        reward = next((m.incarnation for m in self.peers.of_role("reward")), "")
         self.groups.sampled(Sampled(lease, oldest, tokens, kept, reward), sender(holder or ""))
 
     def ready(self, lease: Lease, oldest: int = 0, tokens: int = 5) -> None:

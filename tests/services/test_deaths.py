@@ -10,7 +10,7 @@ from desk import Desk, desk, sender
 from relax.ledger.states import State
 from relax.protocol.messages import GroupOrder, HandedBack, Lease, Ready, Release, RewardDone, Sampled, Withdraw
 from relax.protocol.payload import Payload
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 
 ASYNC: dict[str, Any] = {"max_staleness": 1, "rollout_lead": 1, "use_tis": True}
 STATES = (State.ISSUED, State.SAMPLED, State.SCORED, State.READY)
@@ -26,7 +26,7 @@ def bring(it: Desk, lease: Lease, state: State) -> None:
     if state >= State.SAMPLED:
         it.sampled(lease)
     if state >= State.SCORED:
-        advantages = it.of_role("advantages")[0].incarnation
+        advantages = it.peers.of_role("advantages")[0].incarnation
         it.groups.reward_done(RewardDone(lease, advantages), sender("reward-0"))
     if state >= State.READY:
         it.groups.ready(Ready(lease, 0, 5), sender("advantages-0"))
@@ -109,7 +109,7 @@ def test_groups_of_a_later_stage_that_dies_go_on_from_the_tensors_that_the_repli
 def test_a_report_about_a_group_that_was_sent_to_a_dead_service_makes_it_come_again(tmp_path: Path) -> None:
     it = desk(tmp_path, **ASYNC)
     orders = issued(it)
-    reward, advantages = it.of_role("reward")[0].incarnation, it.of_role("advantages")[0].incarnation
+    reward, advantages = it.peers.of_role("reward")[0].incarnation, it.peers.of_role("advantages")[0].incarnation
     dies(it, "reward-0")
     dies(it, "advantages-0")
     it.register("reward-0", "reward", life=2)

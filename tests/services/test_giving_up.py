@@ -13,7 +13,8 @@ from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Member, Register, Rejected
 from relax.services.control.groups import FILTERED_BATCHES
 from relax.services.control.registry import RegistrationError
-from relax.services.service import ServiceError, shared_options
+from relax.services.errors import ServiceError
+from relax.services.service import shared_options
 
 
 def filter_group(it: Desk, group: int) -> None:

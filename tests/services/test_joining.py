@@ -11,7 +11,7 @@ from relax.config.options import Options
 from relax.protocol.envelope import HEAD, MAGIC, REPLY
 from relax.protocol.faults import Faults
 from relax.protocol.mailbox import Mailbox
-from relax.protocol.messages import Heartbeat, Member, Members, Register
+from relax.protocol.messages import Heartbeat, Member, Register
 from relax.services.service import Service, shared_options
 
 PATIENCE = 20.0
@@ -67,7 +67,7 @@ async def newcomer(name: str, options: Options, endpoint: str) -> Service:
     it.role = "rollout"  # type: ignore[misc]
     it.mailbox = mailbox(name)
     it._ended = asyncio.get_running_loop().create_future()
-    it.mailbox.on(Members, it._on_members)
+    it.peers.open(it.mailbox)
     await it.mailbox.start()
     return it
 
@@ -81,11 +81,11 @@ def test_who_joined_while_the_answer_to_a_newcomer_was_lost_is_known_to_it(tmp_p
         await until(lambda: "rollout-7" in hub.registry.entries and faults.injected)
         late = Member("reward-7", "reward", "inproc://nobody", "reward-7.1")
         await hub.on_register(Register(late, "", 7, shared_options(hub.options)), None)
-        await until(lambda: "reward-7" in it.members)
+        await until(lambda: "reward-7" in it.peers.members)
         faults.lose = False
         await asyncio.wait_for(joining, PATIENCE)
-        assert set(it.members) == set(hub.registry.entries)
-        assert late in it.of_role("reward") and late.endpoint not in it._gone
+        assert set(it.peers.members) == set(hub.registry.entries)
+        assert late in it.peers.of_role("reward") and late.endpoint not in it.peers._gone
         for task in it._tasks:
             task.cancel()
         it.mailbox.abort()
@@ -98,11 +98,11 @@ def test_a_new_life_at_the_endpoint_of_an_old_one_is_told(tmp_path: Path) -> Non
     async def work() -> None:
         it = await newcomer("rollout-8", Options(), "inproc://controller")
         first, second = (Member("reward-0", "reward", "tcp://127.0.0.1:9", life) for life in "12")
-        it.learn((first,))
-        it.learn(())
-        assert first.endpoint in it._gone
-        it.learn((second,))
-        assert second.endpoint not in it._gone
+        it.peers.learn((first,))
+        it.peers.learn(())
+        assert first.endpoint in it.peers._gone
+        it.peers.learn((second,))
+        assert second.endpoint not in it.peers._gone
         it.mailbox.abort()
 
     asyncio.run(asyncio.wait_for(work(), PATIENCE))

@@ -35,6 +35,7 @@ async def service(cls: type[Service], peer_timeout: float = 0.3) -> Any:
     run: Any = SimpleNamespace(run_id="r")
     it = cls(SimpleNamespace(name="it", options=options, run=run, controller="inproc://controller", lineage=0))  # type: ignore
     it.mailbox = mailbox("it")
+    it.peers.open(it.mailbox)
     it._ended = asyncio.get_running_loop().create_future()
     await it.mailbox.start()
     for kind, handler in (it.handlers() if cls is not Service else {}).items():
@@ -49,13 +50,13 @@ def play(work: Any) -> None:
 def test_a_tell_to_a_silent_peer_waits_until_it_is_no_member() -> None:
     async def work() -> None:
         it = await service(Service)
-        it.learn((Member("rollout-0", "rollout", "inproc://nobody", "1"),))
-        told = asyncio.ensure_future(it.tell("inproc://nobody", Release(())))
+        it.peers.learn((Member("rollout-0", "rollout", "inproc://nobody", "1"),))
+        told = asyncio.ensure_future(it.peers.tell("inproc://nobody", Release(())))
         await asyncio.sleep(1.0)
         assert not told.done() and it.counters["wait/silent_peer"] >= 0.6
-        it.learn(())
+        it.peers.learn(())
         await told
-        await it.tell("inproc://nobody", Release(()))  # it stays gone
+        await it.peers.tell("inproc://nobody", Release(()))  # it stays gone
         assert not it._ended.done()
         it.mailbox.abort()
 
@@ -67,7 +68,7 @@ def test_a_peer_that_was_never_heard_of_is_given_up_after_the_deadline() -> None
         it = await service(Service)
         started = time.monotonic()
         with pytest.raises(PeerForgotten):
-            await it.ask("inproc://nobody", FetchChunk(0, "x"))
+            await it.peers.ask("inproc://nobody", FetchChunk(0, "x"))
         assert 0.2 < time.monotonic() - started < PATIENCE
         it.mailbox.abort()
 
@@ -91,13 +92,13 @@ def test_what_was_asked_of_a_life_that_ended_is_asked_of_the_next() -> None:
         second.on(FetchChunk, answer)
         await first.start()
         await second.start()
-        it.learn((member(first, "actor"),))
-        reply = asyncio.ensure_future(it.ask_role("actor", FetchChunk(0, "x")))
+        it.peers.learn((member(first, "actor"),))
+        reply = asyncio.ensure_future(it.peers.ask_role("actor", FetchChunk(0, "x")))
         await asked.wait()
-        it.learn(())
+        it.peers.learn(())
         await asyncio.sleep(0.1)
         assert not reply.done()
-        it.learn((member(second, "actor"),))
+        it.peers.learn((member(second, "actor"),))
         assert (await reply).data.tolist() == [0, 1, 2]
         for box in (it.mailbox, first, second):
             box.abort()
@@ -117,10 +118,10 @@ def test_a_batch_whose_tensors_died_is_forgotten_and_refused_should_it_still_com
         it, advantages = await service(Trainer), mailbox("advantages")
         await advantages.start()
         gone = Payload("batch 0", {"x": ("<f4", (3,))}, None, "inproc://nobody")
-        it.learn((Member("advantages", "advantages", "inproc://nobody", "1"),))
+        it.peers.learn((Member("advantages", "advantages", "inproc://nobody", "1"),))
         await it.on_train_batch(batch(gone), None)
         assert list(it.holds()) == [Lease(7, 0, 0, 1)]
-        it.learn(())
+        it.peers.learn(())
         await asyncio.sleep(0.1)
         assert not (await it.on_withdraw(Withdraw(0, 0), None)).held
         assert list(it.holds()) == []
@@ -139,11 +140,11 @@ def test_a_batch_that_is_here_as_a_whole_stands(monkeypatch: pytest.MonkeyPatch)
         it, advantages = await service(Trainer), mailbox("advantages")
         await advantages.start()
         store = PayloadStore(advantages, inline_limit=0)
-        it.learn((member(advantages, "advantages"),))
+        it.peers.learn((member(advantages, "advantages"),))
         await it.on_train_batch(batch(store.put("batch 0", {"x": np.zeros(3, np.float32)}), commit=4), None)
         taken = await it.batches.get()
         advantages.abort()
-        it.learn(())
+        it.peers.learn(())
         assert (await it.on_withdraw(Withdraw(0, 4), None)).held
         assert taken.message.commit == 4 and taken.tensors["x"].shape == (3,)
         it.mailbox.abort()

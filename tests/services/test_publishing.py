@@ -254,7 +254,7 @@ def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path
         async def tell(endpoint: str, message: Any) -> None:
             told.append(message)
 
-        actor.tell = tell  # type: ignore[method-assign]
+        actor.peers.tell = tell  # type: ignore[method-assign]
         await actor.prepare()
         await asyncio.wait(
             [actor._ended, asyncio.ensure_future(actor.publishing.published.wait(0, 60))],

@@ -10,7 +10,7 @@ from desk import desk, sender
 from relax.protocol.messages import Lease, Leaving, Member
 from relax.services import controller
 from relax.services.control.replicas import Replicas
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 
 
 def member(incarnation: str) -> Member:

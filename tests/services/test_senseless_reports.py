@@ -13,7 +13,7 @@ from desk import Desk, desk, sender
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Lease, Published, Ready, Sampled, Serving, Started, Trained
 from relax.protocol.payload import Payload
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 from relax.weights.manifest import Manifest, WeightTag, set_digest
 
 
@@ -84,7 +84,7 @@ def test_who_has_left_is_not_heard(tmp_path: Path) -> None:
     it.turn()
     lease = it.orders()[0].lease
     it.register("rollout-7", "rollout")
-    it.registry.remove(it.members["rollout-7"], 0.0, died=False)
+    it.registry.remove(it.peers.members["rollout-7"], 0.0, died=False)
     report(it, Sampled(lease, 0, 5, KEPT, ""), "rollout-7")
     assert it.book[lease.group].state is State.ISSUED
     report(it, Sampled(lease, 0, 5, KEPT, ""), "rollout-0")

@@ -9,8 +9,9 @@ import pytest
 from relax.config.options import Options
 from relax.protocol.messages import TrainBatch
 from relax.protocol.payload import Payload, PayloadStore
+from relax.services.errors import ServiceError
 from relax.services.models.base import Taken
-from relax.services.service import Context, ServiceError
+from relax.services.service import Context
 from relax.services.trainer import Trainer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from desk import Desk, desk
 
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 
 
 def in_training(tmp_path: Path, **options: Any) -> Desk:

@@ -12,7 +12,7 @@ from relax.protocol.messages import Assemble, Assembled, Lease, Started, Trained
 from relax.services.control.groups import Groups
 from relax.services.control.state import PipelineState
 from relax.services.control.weights import Weights
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 
 log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from relax.protocol.messages import (
 )
 from relax.protocol.payload import Payload
 from relax.services.control.state import PipelineState
-from relax.services.service import ServiceError
+from relax.services.errors import ServiceError
 
 # So many batches' worth of groups may be filtered in a row without one that is not; a prompt set aside counts for as
 # many groups, so that a batch's worth of those alone is the end as well.

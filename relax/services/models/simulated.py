@@ -17,8 +17,9 @@ import numpy as np
 
 from relax.checkpoints import Writing
 from relax.metrics import Metrics
+from relax.services.errors import ServiceError
 from relax.services.models.base import Taken, Weights
-from relax.services.service import Service, ServiceError
+from relax.services.service import Service
 
 STATE = "version"
 """The one file of its part of a checkpoint."""
