@@ -47,25 +47,22 @@ mask is never looked at. Importing this module imports no torch.
     detached.
 """
 
-import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 from relax.config.fields import flag
 from relax.config.violation import Violation
+from relax.functions import FunctionError, load, load_usable
 
 _IMPORT_SECONDS = 60.0
 
 
-class HookError(ValueError):
-    """A path that leads to no usable function, or a result that its caller cannot use. The text names which."""
+class HookError(FunctionError):
+    """A hook whose result its caller cannot use. The text names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +95,9 @@ TIS = Hook("custom_tis_path", "actor", ("old_logp", "rollout_logp", "mask", "opt
 HOOKS = (FILTER, REWARD_POST_PROCESS, ADVANTAGE, LOSS, TIS)
 
 
-@cache
-def load(path: str) -> Callable[..., Any]:
-    """The function that `module:function` names. Raises HookError that says which of the two is not there, and why."""
-    name, colon, attribute = path.partition(":")
-    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in name.split("."))):
-        raise HookError(f"{path!r} is not of the form module:function")
-    try:
-        module = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise HookError(f"there is no module {error.name!r}") from error
-        raise HookError(f"module {name!r} imports {error.name!r}, which is not there") from error
-    except Exception as error:  # a user's module may do anything at import
-        raise HookError(f"module {name!r} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        near = get_close_matches(attribute, [known for known in vars(module) if not known.startswith("_")], n=1)
-        hint = f", but {near[0]!r}" if near else ""
-        raise HookError(f"module {name!r} has no function {attribute!r}{hint}")
-    if not callable(function):
-        raise HookError(f"{attribute!r} of module {name!r} is a {type(function).__name__}, not a function")
-    return function
-
-
 def usable(hook: Hook, path: str) -> None:
-    """Raises HookError unless `path` can be imported and called with the arguments of `hook`."""
-    function = load(path)
-    module, _, name = path.partition(":")
-    if inspect.iscoroutinefunction(function):
-        raise HookError(f"function {name!r} of module {module!r} is async; a hook is a plain function")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(hook.arguments))
-    except TypeError as error:
-        called = f"{name}({', '.join(f'{argument}=...' for argument in hook.arguments)})"
-        raise HookError(f"function {name!r} of module {module!r} cannot be called as {called}: {error}") from None
+    """Raises FunctionError unless `path` can be imported and called with the arguments of `hook`."""
+    load_usable(path, **dict.fromkeys(hook.arguments, "..."))
 
 
 def check(options: Any, roles: Iterable[str]) -> list[Violation]:
@@ -177,7 +142,7 @@ def _main(arguments: list[str]) -> None:
         option, _, path = argument.partition("=")
         try:
             usable(next(hook for hook in HOOKS if hook.option == option), path)
-        except HookError as error:
+        except FunctionError as error:
             problems[option] = str(error)
     print(_MARK + json.dumps(problems))
 

@@ -10,8 +10,8 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from relax.algorithms import rules
-from relax.algorithms.hooks import load
 from relax.config.violation import Violation
+from relax.functions import load
 
 
 @dataclass(frozen=True, slots=True, eq=False)

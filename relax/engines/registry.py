@@ -1,6 +1,6 @@
 """Which engine a rollout replica runs, by the name that the topology gives it."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from relax.engines.base import Engine
@@ -14,6 +14,5 @@ ENGINES = {
 
 def engine(name: str, options: Any, replica: int) -> Engine:
     """The engine `name` for the options of a run, as replica number `replica`; not started yet."""
-    module, _, cls = ENGINES[name].partition(":")
-    built: Engine = getattr(import_module(module), cls).from_options(options, replica)
+    built: Engine = resolve_name(ENGINES[name]).from_options(options, replica)
     return built

@@ -1,6 +1,5 @@
 """What can be wrong with the reward of a run, found before a process of the run starts."""
 
-import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -67,8 +66,6 @@ def _check_entries(path: str, seed: int) -> list[Violation]:
 
 
 def _check_custom(spec: VerifierSpec) -> list[Violation]:
-    if not re.fullmatch(r"[\w.]+:\w+", spec.path):
-        return [Violation("--custom-rm-path", spec.path, "not of the form module:function", "Write it so.")]
     fix = (
         "Give module:function, importable from the directory the run is started in (or on PYTHONPATH), "
         "callable as f(prompt, response, label, row)."

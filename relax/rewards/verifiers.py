@@ -8,12 +8,11 @@ sample at a time, which is killed at the time limit: none of them needs a timeou
 """
 
 import functools
-import importlib
-import inspect
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from relax.functions import load_usable
 from relax.rewards.spec import VerifierSpec
 
 Verifier = Callable[[str, str, Any, dict[str, Any]], float | None]
@@ -23,9 +22,9 @@ _TASKS_WITH_TUPLES = ("arc_agi", "rearc")
 
 
 def build(spec: VerifierSpec) -> Verifier:
-    """The function that `spec` names. Raises ImportError, AttributeError or TypeError for an unusable custom one."""
+    """The function that `spec` names. Raises FunctionError for an unusable custom one."""
     if spec.kind == "custom":
-        return load_custom(spec.path)
+        return load_usable(spec.path, "prompt", "response", "label", "row")
     if spec.kind == "reasoning_gym":
         return ReasoningGym(exact=spec.exact, configs=spec.configs)
     if spec.kind == "math":
@@ -33,23 +32,6 @@ def build(spec: VerifierSpec) -> Verifier:
     if spec.kind == "exact_match":
         return exact_match
     raise ValueError(f"unknown reward {spec.kind!r}: choose reasoning_gym, math, exact_match or custom")
-
-
-def load_custom(path: str) -> Verifier:
-    """Imports `module:function` and checks that it can be called with the four arguments."""
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ImportError(f"{path!r} is not of the form module:function")
-    function = getattr(importlib.import_module(module_name), name)
-    if not callable(function):
-        raise TypeError(f"{path} is a {type(function).__name__}, not a function")
-    if inspect.iscoroutinefunction(function):
-        raise TypeError(f"{path} is async; a reward function is called in its own process and must be a plain function")
-    try:
-        inspect.signature(function).bind("prompt", "response", "label", {})
-    except TypeError as error:
-        raise TypeError(f"{path} cannot be called as f(prompt, response, label, row): {error}") from None
-    return function
 
 
 def exact_match(prompt: str, response: str, label: Any, row: dict[str, Any]) -> float:

@@ -15,6 +15,7 @@ import sys
 import traceback
 from typing import Any
 
+from relax.functions import FunctionError
 from relax.rewards.spec import VerifierSpec
 from relax.rewards.verifiers import Verifier, build
 from relax.rewards.wire import encode, read
@@ -62,6 +63,9 @@ def main() -> None:
     stream = connection.makefile("rb")
     try:
         verifier = build(spec)
+    except FunctionError as error:
+        connection.sendall(encode({"error": str(error)}))
+        return
     except (Exception, SystemExit):
         connection.sendall(encode({"error": traceback.format_exc()[-20_000:]}))
         return

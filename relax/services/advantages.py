@@ -15,8 +15,9 @@ import numpy as np
 
 from relax.algorithms import filters, registry, signal
 from relax.algorithms.contracts import services_needed
-from relax.algorithms.hooks import FILTER, HookError
+from relax.algorithms.hooks import FILTER
 from relax.data import PromptTokenizer
+from relax.functions import FunctionError
 from relax.metrics import Metrics
 from relax.protocol.messages import (
     Assemble,
@@ -102,7 +103,7 @@ class Advantages(Service):
             return
         try:
             reason = await self._unwanted(message, sampled)
-        except HookError as error:
+        except FunctionError as error:
             self.log.warning("filter_failed", group=lease.group, detail=str(error))
             self.report(Rejected(lease, self.role, "filter_failed", str(error)))
             return
@@ -123,7 +124,7 @@ class Advantages(Service):
         self.report(Ready(lease, oldest, int(sampled.response_lens.sum())))
 
     async def _unwanted(self, message: Scored, sampled: SampledGroup) -> str | None:
-        """Why this group is not trained; None when it is. Raises HookError when the user's filter fails."""
+        """Why this group is not trained; None when it is. Raises FunctionError when the user's filter fails."""
         reason = signal.unusable(self.spec, message.rewards)
         if reason is not None or FILTER.path(self.options) is None:
             return reason

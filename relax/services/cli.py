@@ -8,8 +8,8 @@ The launcher starts every service this way, so a service started by hand is the 
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from relax.config.checks import model_ranks
@@ -72,12 +72,11 @@ def run(resolved: Resolved, entry: Entry) -> int:
     rank = int(os.environ.get("RANK", "0"))
     name = entry.name if rank == 0 else f"{entry.name}.rank{rank}"
     configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
-    module, _, cls = SERVICES[entry.role].partition(":")
     if rank > 0:
         from relax.services.ranks import follow_run
 
         return follow_run(context, RANKED[entry.role])
-    service: Any = getattr(import_module(module), cls)
+    service: Any = resolve_name(SERVICES[entry.role])
     return service.start(context)
 
 

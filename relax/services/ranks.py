@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import numpy as np
@@ -200,8 +200,7 @@ def _obey_or_fall(work: Any, group: dist.ProcessGroup | None) -> None:
 def follow_run(context: Context, path: str) -> int:
     """A rank without a mailbox from start to end; returns its exit code. `path` is the work's module:class."""
     die_with_parent()
-    module, _, name = path.partition(":")
-    follow(getattr(import_module(module), name), context.model_options)
+    follow(resolve_name(path), context.model_options)
     return 0
 
 

@@ -111,7 +111,7 @@ def test_a_filter_that_fails_is_named_with_what_it_did(function, told: str) -> N
     [
         ("relax.algorithms.filters:reward_not_constant", "but 'reward_is_not_constant'"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
-        ("relax.algorithms.hooks:load", "cannot be called as load(rewards=..., response_lens=..., "),
+        ("relax.functions:load", "cannot be called as load(rewards=..., response_lens=..., "),
     ],
 )
 def test_a_filter_that_cannot_be_called_is_refused_before_the_start(path: str, told: str) -> None:

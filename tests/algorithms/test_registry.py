@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from relax.algorithms import contracts, registry, signal
-from relax.algorithms.hooks import load
 from relax.algorithms.losses import TokenLoss
 from relax.algorithms.objective import Denominators, objective
 from relax.algorithms.registry import AlgorithmSpec, Function
 from relax.config.options import Options
+from relax.functions import load
 
 TABLE = {
     "grpo": ("group_mean_std", "broadcast", "ppo_clip", "token", set()),

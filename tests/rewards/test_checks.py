@@ -37,12 +37,15 @@ def custom(path: str) -> dict:
         ({"custom_rm_path": "a:b"}, "--custom-rm-path = 'a:b': --rm-type reasoning_gym is set too"),
         ({"rm_type": "math", "label_key": "answer"}, "--rm-exact = True: it has no effect on --rm-type math"),
         ({"rm_type": "math", "rm_exact": False}, "--label-key = None: --rm-type math compares with a label"),
-        (custom("functions"), "'functions': not of the form module:function"),
-        (custom("tests.rewards.nowhere:f"), "No module named 'tests.rewards.nowhere'"),
-        (custom("tests.rewards.functions:missing"), "has no attribute 'missing'"),
+        (custom("functions"), "'functions' is not of the form module:function"),
+        (custom("tests.rewards.nowhere:f"), "there is no module 'tests.rewards.nowhere'"),
+        (custom("tests.rewards.functions:missing"), "has no function 'missing'"),
         (custom("tests.rewards.functions:NOT_A_FUNCTION"), "is a int, not a function"),
         (custom("tests.rewards.functions:asynchronous"), "is async"),
-        (custom("tests.rewards.functions:two_arguments"), "cannot be called as f.prompt, response, label, row"),
+        (
+            custom("tests.rewards.functions:two_arguments"),
+            "cannot be called as two_arguments.prompt, response, label, row",
+        ),
     ],
 )
 def test_unusable_rewards_are_refused(options: SimpleNamespace, changes: dict, says: str) -> None:

@@ -1,6 +1,6 @@
 """Which policy an actor has, by the name of the engine that the topology gives it."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 from relax.services.models.base import PolicyModel
 from relax.services.service import Service
@@ -14,6 +14,5 @@ POLICIES = {
 
 def policy(service: Service) -> PolicyModel:
     """The policy for the engine and the options of an actor; not built yet."""
-    module, _, cls = POLICIES[service.context.engine].partition(":")
-    chosen: PolicyModel = getattr(import_module(module), cls)(service)
+    chosen: PolicyModel = resolve_name(POLICIES[service.context.engine])(service)
     return chosen
