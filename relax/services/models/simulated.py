@@ -48,8 +48,8 @@ class SimulatedPolicy:
         self._trained_at = time.monotonic() - self._options.sim_publish_seconds
 
     async def load(self, part: Path) -> int:
-        saved = await asyncio.to_thread((part / STATE).read_text)
-        if int(saved) != self._cut:
+        saved = int(await asyncio.to_thread((part / STATE).read_text))
+        if saved != self._cut:
             raise ServiceError(f"{part / STATE} is of batch {saved}, expected {self._cut}")
         return self._cut * self._options.num_steps_per_rollout
 
