@@ -32,13 +32,15 @@ class HeldDraws:
         pulling -> queued -> running
 
     `pulling`: its order, until what is parked of it is here. `queued`: until admission opens. `running`: in the engine,
-    or on its way to the next stage.
+    or on its way to the next stage; `drained` is set while there is none.
     """
 
     def __init__(self) -> None:
         self.pulling: dict[int, GroupOrder] = {}
         self.queued: dict[int, Draw] = {}
         self.running: dict[int, Draw] = {}
+        self.drained = asyncio.Event()
+        self.drained.set()
 
     def leases(self) -> list[Lease]:
         drawn = [draw.order.lease for held in (self.queued, self.running) for draw in held.values()]
@@ -48,11 +50,20 @@ class HeldDraws:
         """Those of the draws that are queued still; they run now."""
         here = [draw for draw in draws if self.queued.get(draw.group) is draw]
         for draw in here:
-            self.running[draw.group] = self.queued.pop(draw.group)
+            self.run(self.queued.pop(draw.group))
         return here
+
+    def run(self, draw: Draw) -> None:
+        self.running[draw.group] = draw
+        self.drained.clear()
 
     def runs(self, draw: Draw) -> bool:
         return self.running.get(draw.group) is draw
+
+    def done(self, draw: Draw) -> None:
+        """It runs no more."""
+        del self.running[draw.group]
+        self._look_whether_drained()
 
     def end(self, group: int, fence: int) -> None:
         """Nobody waits any more for what is drawn of a group under this fence or an older one."""
@@ -64,3 +75,8 @@ class HeldDraws:
             if draw is not None and draw.order.lease.fence <= fence:
                 del held[group]
                 draw.cancel()
+        self._look_whether_drained()
+
+    def _look_whether_drained(self) -> None:
+        if not self.running:
+            self.drained.set()

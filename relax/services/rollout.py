@@ -4,11 +4,6 @@ Receives `Generate` (what to sample), `Announce` (which weights to serve) and `R
 `Score` with the payload to a reward service, `Sampled`, `Serving`, `HandedBack` and `Leaving` to the controller. Keeps
 the payload of its groups until they have ended.
 
-Updating the weights: the new ones are fetched while the engine goes on, the engine is paused, they load, it resumes.
-What `--partial-rollout` changes is the one step before the pause: without it, admission closes at the announcement and
-the running samples end first, so that no sample holds two versions and a replica under continuous load still gets to
-load; with it, they are paused with the engine and go on under the new weights, their tokens kept.
-
 A group whose samples have all ended may come again, when the stage that had it died: its tensors are pulled from who
 produced them, and it goes straight on to a reward service.
 """
@@ -36,7 +31,6 @@ from relax.protocol.messages import (
     Release,
     Sampled,
     Score,
-    Serving,
 )
 from relax.protocol.payload import Payload, PayloadStore
 from relax.protocol.tensors import TensorError
@@ -48,7 +42,7 @@ from relax.services.held_draws import Draw, HeldDraws
 from relax.services.service import Context, Service
 from relax.services.token_count import TokenCount
 from relax.services.versions import oldest_version
-from relax.weights.errors import NotStored
+from relax.services.weight_updates import WeightUpdates
 from relax.weights.manifest import Manifest
 
 # How long the controller may take to hear that this replica leaves. At the end of a run it may be gone already, and the
@@ -64,15 +58,13 @@ class Rollout(Service):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine = make_engine(context.engine, self.options, context.index)
-        self.newest: Manifest | None = None  # announced
         self.leaving = False
         self.draws = HeldDraws()
+        self.updates = WeightUpdates(
+            self.engine, self.draws, self.options, self.watchdog, report=self.report, changed=self._settle
+        )
         self.tokens = TokenCount()
         self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
-        self._admission = asyncio.Event()  # set while samples may start
-        self._drained = asyncio.Event()  # set while nothing runs
-        self._announced = asyncio.Event()
-        self._loading = self._served = False
         self._idle_for, self._idle_since = "", 0.0
 
     def handlers(self) -> dict[type, Any]:
@@ -84,10 +76,9 @@ class Rollout(Service):
         with self.watchdog.work():
             await self.engine.start()
         adopt("transformers")  # imported by the engine, with a handler of its own
-        self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
         self.spawn(self._count_tokens(), "tokens")
-        self.spawn(self._follow_versions(), "weights")
+        self.spawn(self.updates.follow(weight_agent(self), self.run.shm_dir), "weights")
         self._settle()
 
     def holds(self) -> Iterable[Lease]:
@@ -132,7 +123,7 @@ class Rollout(Service):
             self.draws.queued[draw.group] = draw
         for draw in begun:
             if not draw.requests:
-                self.draws.running[draw.group] = draw
+                self.draws.run(draw)
                 self.spawn(self._pass_on(draw), f"group {draw.group}")
         if self.leaving:
             self._hand_back_queued()
@@ -170,7 +161,7 @@ class Rollout(Service):
         return Draw(order, samples, sampling.requests(order, samples, self.options))
 
     async def _sample(self, draws: Sequence[Draw], together: bool) -> None:
-        await self._admission.wait()
+        await self.updates.admission.wait()
         draws = self.draws.admitted(draws)
         self._settle()
         futures: Sequence[asyncio.Future[Result]] = ()
@@ -247,7 +238,7 @@ class Rollout(Service):
         self._settle()
 
     def _done(self, draw: Draw) -> None:
-        del self.draws.running[draw.group]
+        self.draws.done(draw)
         self._settle()
 
     def _reject(self, draw: Draw, reason: str, detail: str) -> None:
@@ -301,56 +292,8 @@ class Rollout(Service):
 
     async def on_announce(self, message: Announce, sender: Any) -> None:
         manifest = Manifest.from_json(message.manifest, str(sender))
-        if self.leaving or (self.newest is not None and manifest.tag.version <= self.newest.tag.version):
-            return
-        self.newest = manifest
-        if not self.options.partial_rollout:
-            self._admission.clear()
-        self._announced.set()
-        self._settle()
-
-    async def _follow_versions(self) -> None:
-        while True:
-            await self._announced.wait()
-            self._announced.clear()
-            manifest = self.newest
-            assert manifest is not None
-            try:
-                # Each chunk has the peer's deadline; all of them together take as long as they take.
-                await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
-                if not self.options.partial_rollout:
-                    await self._drained.wait()
-                if self.newest is manifest:
-                    await self._load(manifest)
-            except NotStored:
-                # The trainer or this node has moved past it; the announcement of the newer one is on its way.
-                self.log.info("version_overtaken", version=manifest.tag.version)
-
-    async def _load(self, manifest: Manifest) -> None:
-        version, started = manifest.tag.version, time.monotonic()
-        self._loading = True
-        self._settle()
-        with self.watchdog.work():
-            await self.engine.pause()
-            try:
-                await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
-                self._served = True
-            except NotStored:
-                await self._go_on()
-                raise
-            await self._go_on()
-        running = tuple(draw.order.lease for draw in self.draws.running.values())
-        self.report(Serving(version, self.options.rollout_credit, running))
-        if self.newest is manifest:
-            self._admission.set()
-        self._settle()
-        seconds = round(time.monotonic() - started, 3)
-        self.log.info("weights_loaded", version=version, seconds=seconds, running=len(running))
-
-    async def _go_on(self) -> None:
-        await self.engine.resume()
-        self._loading = False
-        self._settle()
+        if not self.leaving:
+            self.updates.announced(manifest)
 
     # --- what it does ------------------------------------------------------------------------------------------------
 
@@ -359,19 +302,17 @@ class Rollout(Service):
 
         Start-up, before the first weights, is nobody's wait.
         """
-        (self._drained.clear if self.draws.running else self._drained.set)()
         if self._idle_for:
             self.counters[f"wait/{self._idle_for}"] += time.monotonic() - self._idle_since
         idle_for = ""
-        if self._loading:
-            assert self.newest is not None
-            self.activity, idle_for = f"loading version {self.newest.tag.version}", "weights"
+        if self.updates.loading is not None:
+            self.activity, idle_for = f"loading version {self.updates.loading}", "weights"
         elif self.draws.running:
             self.activity = "sampling"
         elif self.leaving:
             self.activity = "leaving"
-        elif self._admission.is_set():
+        elif self.updates.admission.is_set():
             self.activity, idle_for = "waiting for groups", "groups"
         else:
             self.activity, idle_for = "waiting for weights", "weights"
-        self._idle_for, self._idle_since = idle_for if self._served else "", time.monotonic()
+        self._idle_for, self._idle_since = idle_for if self.updates.served else "", time.monotonic()

@@ -46,7 +46,7 @@ def test_the_refused_groups_alone_are_rejected(monkeypatch: pytest.MonkeyPatch, 
         options, run = Options(n_samples_per_prompt=2), SimpleNamespace(run_id="r")
         replica = Rollout(Context("rollout-0", options, run, "", "", None, options))  # type: ignore[arg-type]
         monkeypatch.setattr(replica, "report", told.append)
-        replica._admission.set()
+        replica.updates.admission.set()
         orders = tuple(order(group, LONGEST + (group in long)) for group in range(3))
         sender: Any = None
         await replica.on_generate(Generate(orders, together), sender)

@@ -60,7 +60,7 @@ def test_a_long_sample_is_no_stall_while_it_grows_and_is_one_when_it_does_not(mo
         replica = Rollout(Context("rollout-0", options, run, "", "", None, options))  # type: ignore[arg-type]
         monkeypatch.setattr(replica, "report", lambda message: None)
         replica.watchdog = dog = Watchdog(10.0, lambda problem: None, lambda: now)
-        replica._admission.set()
+        replica.updates.admission.set()
         replica.spawn(replica._count_tokens(), "tokens")
         lease, sender = Lease(0, 0, 0, 1), object()
         order = GroupOrder(lease, 0, 0, np.zeros(2, np.int32), b"{}")
