@@ -23,10 +23,11 @@ from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
-from relax.launch.progress import PlainView, Progress, TableView, View, end_of_rows
+from relax.launch.progress import PlainView, Progress, TableView, View
 from relax.launch.resume import Resumption, find, misfits, named, restart_acts
 from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
 from relax.launch.supervisor import Outcome, Supervisor
+from relax.metrics.history import end_of_rows
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run
 from relax.protocol.security import Security

@@ -15,6 +15,7 @@ from killing import Life, trained_prompts
 
 from relax.checkpoints import CheckpointDirectory
 from relax.ledger import queries
+from relax.metrics.history import read_rows
 
 BATCH = 8
 SIMULATED: dict[str, Any] = {
@@ -44,8 +45,8 @@ def again(folder: Path, *flags: str) -> Life:
     return Life(folder, "--resume", *flags)
 
 
-def rows(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().split("\n")[:-1]]
+def rows(life: Life) -> list[dict[str, Any]]:
+    return read_rows(life.directory / "metrics.jsonl")
 
 
 # --- moments ---------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def epoch_ends(life: Life, more: int) -> Moment:
     enough = trained(life, more)
 
     def moment() -> bool:
-        last = rows(life.directory)[-1]["batch"]
+        last = rows(life)[-1]["batch"]
         return enough() and last * BATCH // PROMPTS < ((last + 1) * BATCH - 1) // PROMPTS
 
     return moment
@@ -110,9 +111,9 @@ def cuts(directory: Path) -> list[int]:
 def check(life: Life, lineage: int) -> None:
     assert life.lineage() == lineage
     assert trained_prompts(life.directory) == every_prompt_in_every_epoch()
-    last = {row["batch"]: row for row in rows(life.directory)}
-    assert sorted(last) == list(range(PROMPTS * EPOCHS // BATCH))
-    assert max(row["train/staleness/max"] for row in last.values()) <= 2
+    last = rows(life)
+    assert [row["batch"] for row in last] == list(range(PROMPTS * EPOCHS // BATCH))
+    assert max(row["train/staleness/max"] for row in last) <= 2
     newest = CheckpointDirectory(life.directory / "checkpoints").newest()
     assert newest is not None and newest.batch == len(last) and newest.lineage == lineage
 
