@@ -17,7 +17,7 @@ _FOREIGN = (".metadata", "common.pt")
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """`architecture` is that of relax.megatron.checkpoint, `grid` has the names of GRID, `about` is the caller's own entry.
+    """`architecture` is that of relax.megatron.checkpoint, `grid` has the names of GRID, `about` is the caller's own.
     `steps`, `skipped_steps` and `updates` are a learner's, None without one."""
 
     network: str

@@ -192,11 +192,9 @@ def load(
             stored[kind] = StoredShards(directory / name for name in names)
             stored[kind].check(live[kind])
         if generators:
-            if state.grid != _grid(network):
-                raise CheckpointError(
-                    f"{directory} was written on {grid_text(state.grid)}, this model is on {grid_text(_grid(network))}, and "
-                    f"random generators belong to a rank{_HINT['rng']}"
-                )
+            if state.grid != (own := _grid(network)):
+                apart = f"was written on {grid_text(state.grid)}, this model is on {grid_text(own)}"
+                raise CheckpointError(f"{directory} {apart}, and random generators belong to a rank{_HINT['rng']}")
             name = _file_name("rng", grid.rank)
             _check_files(directory, [name], files, "rng")
             states = _read_rng(directory / name)

@@ -48,6 +48,11 @@ class History:
         while self._rows and self._rows[-1]["batch"] >= cut:
             self._rows.pop()
 
+    @property
+    def newest(self) -> Row:
+        """Raises IndexError where there is none."""
+        return self._rows[-1]
+
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
 

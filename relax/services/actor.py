@@ -56,9 +56,9 @@ class Actor(Trainer):
         self.publishing = Publishing(self._stage, self._publish, self._published)
         self.spawn(self.publishing.run(), "publishing")
         self.log.info("model_built", parameters=self._work.policy.num_parameters)
-        if self.run.checkpoint is not None:
+        if (checkpoint := self.context.checkpoint) is not None:
             self.activity = "loading the checkpoint"
-            self.steps = (await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)).steps
+            self.steps = (await load_part(self._ranks, self._work, checkpoint / self.role, self.context)).steps
         if o.save and o.save_interval is not None:
             self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
         await self._offer(self.context.cut)

@@ -36,9 +36,9 @@ class Critic(Trainer):
         self._work = await self._ranks.build(CriticWork, self.context.model_options, total)
         self.spawn(self._ranks.keep(), "keeping the ranks")
         self.log.info("model_built", parameters=self._work.critic.num_parameters)
-        if self.run.checkpoint is not None:
+        if (checkpoint := self.context.checkpoint) is not None:
             self.activity = "loading the checkpoint"
-            await load_part(self._ranks, self._work, self.run.checkpoint / self.role, self.options)
+            await load_part(self._ranks, self._work, checkpoint / self.role, self.context)
         if self.options.save and self.options.save_interval is not None:
             self.gauges["checkpoint_bytes"] = await self._ranks.run(self._work.reserve_snapshot)
         self.begin(ModelCopies(self._ranks, self._work))
