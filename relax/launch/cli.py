@@ -23,10 +23,10 @@ from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView, View
-from relax.launch.resume import Resumption, find
+from relax.launch.resume import Resumption, find, newest_marked
 from relax.launch.rundir import RunDir, numbered
 from relax.launch.supervisor import Outcome, Supervisor
-from relax.metrics.history import end_of_rows
+from relax.metrics.history import end_of_rows, read_rows
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
@@ -99,7 +99,7 @@ def _launch(wanted: Accepted, command: Command) -> int:
                     print(f"it cannot be resumed: {violation}", file=sys.stderr)
                 break
             print(f"resume: {found}", file=sys.stderr, flush=True)
-    return _report(run, node, outcome, began)
+    return _report(run, node, outcome, began, options.save)
 
 
 def _live(wanted: Accepted, command: Command, run: RunDir, view: View) -> Outcome:
@@ -165,10 +165,18 @@ def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) ->
     )
 
 
-def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime) -> int:
+def _trained(run: RunDir) -> int:
+    """Batches, by the metrics; none where they are on another host."""
+    rows = read_rows(run.metrics)
+    return int(rows[-1]["batch"]) + 1 if rows else 0
+
+
+def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime, saves: bool) -> int:
     for what, place in (("metrics", run.metrics), ("model", run.export_dir), ("samples", run.samples_dir)):
         if place.is_file() or (place.is_dir() and any(place.iterdir())):
             print(f"{what + ':':<14} {place}")
+    if (newest := newest_marked(run)) is not None:
+        print(f"{'checkpoint:':<14} {newest.path}")
     print(f"{'logs:':<14} bin/relax-logs {run.path}")
     error = first_error(run, outcome.ended_at, outcome.failed, outcome.since, began) if outcome.failed else None
     if outcome.failed:
@@ -178,6 +186,9 @@ def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime) ->
             print(error, file=sys.stderr)
     else:
         print(outcome.text)
+    if saves and not outcome.code and (trained := _trained(run)) > (newest.batch if newest else 0):
+        why = f"bin/relax-logs {run.path} --where event=checkpoint_not_written"
+        print(f"warning: batch {trained - 1} is trained and in no checkpoint: {why}", file=sys.stderr)
     try:
         record(run, node, Ended(datetime.now(UTC), outcome.code, outcome.text, error.line if error else ""))
     except OSError as problem:

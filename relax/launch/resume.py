@@ -13,7 +13,7 @@ from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
 from relax.config.violation import ConfigError, Violation, refuse
 from relax.launch.outcome import last
-from relax.launch.rundir import RECORD, RunDir
+from relax.launch.rundir import RECORD, RunDir, resume_refusals
 
 OPTION = "--resume"
 
@@ -108,9 +108,18 @@ def find(path: Path, options: Options) -> Resumption:
         raise ConfigError([Violation(OPTION, str(path), problem, "Put the run's own checkpoints there.")])
     exported, end = run.export_dir.exists(), last(run)
     before, ended = _before(run), end is not None and end.code == 0
-    if refused := list(differences(before, str(run.config), options, found.cut, exported=exported, ended=ended)):
+    refused = resume_refusals(run)
+    refused += differences(before, str(run.config), options, found.cut, exported=exported, ended=ended)
+    if refused:
         raise ConfigError(refused)
     return found
+
+
+def newest_marked(run: RunDir) -> Checkpoint | None:
+    """The checkpoint that a resume would look at first, by its marker. What an earlier life left beyond the cut of the
+    present one is damaged: it began before it."""
+    marked = CheckpointDirectory(run.checkpoints_dir).marked()
+    return next((made for made in marked if made.lineage == run.lineage or made.batch <= run.cut), None)
 
 
 def _before(run: RunDir) -> Mapping[str, Any]:

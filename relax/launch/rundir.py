@@ -190,7 +190,8 @@ class RunDir:
                 run._member = enter(run.runtime_dir, run.shm_dir)
                 try:
                     for file, text in ((run.config, config), (run.topology, topology)):
-                        _write_whole(file.with_stem(f"{file.stem}.before-{run.lineage}"), file.read_text())
+                        if file.exists():
+                            _write_whole(file.with_stem(f"{file.stem}.before-{run.lineage}"), file.read_text())
                         _write_whole(file, text)
                     run._write_places()
                 except OSError:
@@ -338,6 +339,15 @@ def refusals(path: Path) -> list[Violation]:
         if (path / remains).exists():
             return [_refusal(path, f"it holds the {remains} of an earlier run")]
     return []
+
+
+def resume_refusals(run: RunDir) -> list[Violation]:
+    """Why `run` cannot be resumed where it is; leaves nothing there."""
+    if members(run.runtime_dir):
+        return [_refusal(run.path, _goes_on(run.path), "--resume", "Stop it first.")]
+    problems = {place: obstacle(place) for place in (run.path, run.checkpoints_dir)}
+    fix = "Make it writable, or copy the run to a place that is."
+    return [_refusal(place, problem, "--resume", fix) for place, problem in problems.items() if problem][:1]
 
 
 def directory_refusals(directory: Path, source: str = "") -> list[Violation]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import psutil
 
-from relax.checkpoints import Checkpoint, CheckpointDirectory
+from relax.checkpoints import Checkpoint
 from relax.launch.outcome import Ended, last
 from relax.launch.places import members
+from relax.launch.resume import newest_marked
 from relax.launch.rundir import RunDir
 from relax.ledger.progress import LedgerView
 from relax.ledger.progress import look as look_at_ledger
@@ -140,7 +141,7 @@ class Looker:
             snapshot=snapshot,
             alive=alive,
             ledger=ledger,
-            checkpoint=self._checkpoint(),
+            checkpoint=newest_marked(self._run),
             rows=self._metrics(problems),
             errors=self._logged(problems),
             set_aside=sum(self._set_aside.values()),
@@ -219,12 +220,6 @@ class Looker:
     def _forget(self, cut: int) -> None:
         for batch in [batch for batch in self._set_aside if batch >= cut]:
             del self._set_aside[batch]
-
-    def _checkpoint(self) -> Checkpoint | None:
-        """What an earlier life left beyond the cut of this one is damaged: this life began before it."""
-        marked = CheckpointDirectory(self._run.checkpoints_dir).marked()
-        mine = (made for made in marked if made.lineage == self._run.lineage or made.batch <= self._run.cut)
-        return next(mine, None)
 
     def _logged(self, problems: list[str]) -> tuple[LoggedError, ...]:
         try:

@@ -89,7 +89,7 @@ def _run(status: Status) -> Iterator[str]:
     if (made := status.checkpoint) is not None:
         age = duration(max(0.0, status.now - datetime.fromisoformat(made.created_at).timestamp()))
         of = f" in lineage {made.lineage}" if status.run.lineage else ""
-        yield f"checkpoint: {made.batch}, written {age} ago{of}, {made.size / 1e6:,.1f} MB"
+        yield f"checkpoint: {made.batch}, written {age} ago{of}, {_text(made.size / 1e6)} MB"
     elif ledger is not None:
         yield "checkpoint: none"
     if snapshot is not None and status.state.goes_on:
