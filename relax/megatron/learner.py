@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from relax.megatron import batches, parallel
+from relax.megatron import batches
 from relax.megatron.batches import Batch
 from relax.megatron.network import LossFunction, Network, Sums
 from relax.megatron.optimizer import Optimizer, Schedule
@@ -38,14 +38,6 @@ class Learner(Generic[N]):
         self.steps = 0
         self.skipped_steps = 0
 
-    @property
-    def grid(self) -> parallel.Grid:
-        return self.network.grid
-
-    @property
-    def num_parameters(self) -> int:
-        return self.network.num_parameters
-
     def train(self, part: Batch, loss_fn: LossFunction) -> StepResult:
         """One optimizer step over `part`, which must have a loss_mask.
 
@@ -74,7 +66,3 @@ class Learner(Generic[N]):
         A tied lm_head does not appear. Every rank must exhaust the iterator.
         """
         return self.network.state()
-
-    def close(self) -> None:
-        """Leaves the grid of processes."""
-        parallel.shutdown()

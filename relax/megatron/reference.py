@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from relax.megatron import convert, parallel
+from relax.megatron import convert
 from relax.megatron.batches import Batch
 from relax.megatron.checkpoint import Held
 from relax.megatron.language import LanguageNetwork
@@ -23,14 +23,6 @@ class Reference:
 
     def __init__(self, options: Any, checkpoint: str | Path) -> None:
         self.network = LanguageNetwork(options, checkpoint, trainable=False)
-
-    @property
-    def grid(self) -> parallel.Grid:
-        return self.network.grid
-
-    @property
-    def num_parameters(self) -> int:
-        return self.network.num_parameters
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         """float32 [response tokens of the batch]: log-probabilities of logits / the sampling temperature.
@@ -49,7 +41,3 @@ class Reference:
         network = self.network
         held = Held(tensors, origin)
         convert.load(network.model, held, network.table, network.architecture, network.grid, exact=True)
-
-    def close(self) -> None:
-        """Leaves the grid of processes."""
-        parallel.shutdown()

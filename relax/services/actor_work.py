@@ -11,13 +11,13 @@ from relax.algorithms import registry
 from relax.algorithms.objective import Denominators, objective, proximal_source
 from relax.algorithms.tensors import LOG_RATIO_LIMIT
 from relax.config.options import Options
-from relax.megatron import batches
+from relax.megatron.network import LossFunction
 from relax.megatron.policy import Policy
 from relax.megatron.staging import Staging
-from relax.metrics import Metric, Metrics
+from relax.metrics import Metrics
 from relax.protocol.tensors import Arrays
+from relax.services.learner_work import LearnerWork
 from relax.services.ranks import command, in_lane
-from relax.services.saved_work import SavedWork
 
 PUBLICATION = "publication"
 """The lane in which staged weights are read."""
@@ -26,42 +26,30 @@ STAGED_VERSIONS = 2
 """One that is read, and the newest."""
 
 
-class ActorWork(SavedWork):
+class ActorWork(LearnerWork):
     """The policy and what is done with it."""
 
     def __init__(self, options: Options, total_steps: int | None) -> None:
         """`total_steps`: optimizer steps of the run, None when unknown."""
-        self.options = options
         self.spec = registry.get(options.advantage_estimator)
         self.policy = Policy(options, options.hf_checkpoint, total_steps)
         self.staging = Staging(self.policy.network, STAGED_VERSIONS)
-        self.saves(self.policy.network, self.policy)
+        super().__init__(options, self.policy)
 
-    @command
-    def train(self, batch: Arrays) -> dict[str, Metric]:
-        """All optimizer steps of one rollout batch (arrays of TrainTensors), and what they measured."""
-        arrays, metrics = dict(batch), Metrics()
-        if proximal_source(self.spec, self.options) == "recomputed":
-            arrays["proximal_logprobs"] = self.policy.logprobs(arrays)
-            _extremes(metrics, arrays, self.options.use_tis)
-        for part in batches.steps(arrays, self.options.num_steps_per_rollout):
-            self._step(part, metrics)
-        return metrics.wire()
+    def complete(self, batch: Arrays, metrics: Metrics) -> Arrays:
+        """With proximal log-probs, where they are the ones of the weights before the first step."""
+        if proximal_source(self.spec, self.options) != "recomputed":
+            return batch
+        whole = dict(batch) | {"proximal_logprobs": self.policy.logprobs(batch)}
+        _extremes(metrics, whole, self.options.use_tis)
+        return whole
 
-    def _step(self, part: Arrays, metrics: Metrics) -> None:
-        denominators = Denominators.of(part["loss_mask"], part["rewards"])
-
+    def loss_of(self, denominators: Denominators) -> LossFunction:
         def loss(current: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> tuple[Tensor, Any]:
             result = objective(self.spec, self.options, current, entropy, fields, denominators)
             return result.loss, result.metrics
 
-        step = self.policy.train(part, loss)
-        for name, (total, count) in step.metrics.items():
-            metrics.mean(name, total, count)
-        metrics.mean("train/grad_norm", step.grad_norm, 1)
-        metrics.last("train/lr", step.lr)
-        metrics.last("train/step", step.step + 1)
-        metrics.sum("train/skipped_steps", step.skipped)
+        return loss
 
     @command
     def stage(self, place: int) -> None:

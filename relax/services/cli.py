@@ -16,6 +16,7 @@ from relax.config.checks import model_ranks
 from relax.config.flags import Parser
 from relax.config.resolve import Resolved, load
 from relax.config.schema import ROLES
+from relax.config.simulated import SIMULATED
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
 from relax.launch.sweep import MARK
@@ -27,11 +28,10 @@ SERVICES = {
     "reward": "relax.services.reward:Reward",
     "advantages": "relax.services.advantages:Advantages",
     "actor": "relax.services.actor:Actor",
-    "simulated actor": "relax.services.simulated_actor:SimulatedActor",
     "critic": "relax.services.critic:Critic",
     "reference": "relax.services.reference:Reference",
 }
-# role of several ranks -> module and class of what each rank does. torchrun starts this module again for each rank.
+# role of a model on ranks -> module and class of what each rank does. torchrun starts this module again for each rank.
 RANKED = {
     "actor": "relax.services.actor_work:ActorWork",
     "critic": "relax.services.critic_work:CriticWork",
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError([Violation("--resume", str(resolved.options.resume), problem, fix, "flag")])
         entry = _entry(resolved, own.role, own.name)
         settle(entry)
-        if _kind(entry) in RANKED and "RANK" not in os.environ:
+        if _has_ranks(entry) and "RANK" not in os.environ:
             _become_torchrun(resolved, entry, arguments)
         return run(resolved, entry)
     except ConfigError as error:
@@ -72,7 +72,7 @@ def run(resolved: Resolved, entry: Entry) -> int:
     rank = int(os.environ.get("RANK", "0"))
     name = entry.name if rank == 0 else f"{entry.name}.rank{rank}"
     configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
-    module, _, cls = SERVICES[_kind(entry)].partition(":")
+    module, _, cls = SERVICES[entry.role].partition(":")
     if rank > 0:
         from relax.services.ranks import follow_run
 
@@ -81,9 +81,8 @@ def run(resolved: Resolved, entry: Entry) -> int:
     return service.start(context)
 
 
-def _kind(entry: Entry) -> str:
-    """The role, and whether a model takes part in it."""
-    return f"simulated {entry.role}" if entry.role in RANKED and entry.engine == "simulated" else entry.role
+def _has_ranks(entry: Entry) -> bool:
+    return entry.role in RANKED and entry.engine != SIMULATED
 
 
 def settle(entry: Entry) -> None:

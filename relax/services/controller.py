@@ -56,16 +56,13 @@ from relax.protocol.messages import (
 )
 from relax.services.control.batches import Batches
 from relax.services.control.deaths import Deaths
-from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
 from relax.services.control.health import trouble
 from relax.services.control.issue import Issue
 from relax.services.control.opening import open_ledger, open_prompts
-from relax.services.control.outbox import Outbox
-from relax.services.control.pace import Pace
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
-from relax.services.control.replicas import Replicas
 from relax.services.control.saving import Saving
+from relax.services.control.state import PipelineState
 from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
 from relax.services.control.weights import Weights
 from relax.services.service import Context, Service, ServiceError, shared_options
@@ -94,11 +91,11 @@ class Controller(Service):
         extra = services_needed(o)
         trainers = frozenset({"actor"}) | (extra & {"critic"})
         cut = context.cut
-        self.gate = gate = Gate(
-            o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare
-        )
-        self.book = book = GroupBook(self.lineage)
-        self.registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
+        gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare)
+        registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
+        state = PipelineState(o, gate, GroupBook(self.lineage), registry, self.of_role)
+        self.gate, self.book, self.registry = gate, state.book, registry
+        self.draws, self.replicas, self.outbox, self.pace = state.draws, state.replicas, state.outbox, state.pace
         self.rows = BatchRows(
             self.run.metrics,
             frozenset({"controller", "advantages"}) | trainers,
@@ -107,26 +104,11 @@ class Controller(Service):
             END_SECONDS,
             first_batch=cut,
         )
-        self.draws, self.replicas, self.outbox, self.pace = Draws(), Replicas(), Outbox(), Pace()
-        draws, replicas, outbox, pace = self.draws, self.replicas, self.outbox, self.pace
-        self.issue = Issue(o, gate, book, draws, replicas, pace, outbox)
-        self.groups = Groups(o, gate, book, draws, replicas, pace, outbox, self.of_role, self.registry.lives)
-        self.deaths = Deaths(book, draws, replicas, self.groups)
-        self.weights = Weights(o, gate, book, replicas, outbox, self.of_role)
-        self.batches = Batches(
-            trainers,
-            gate,
-            book,
-            draws,
-            self.groups,
-            self.weights,
-            self.registry,
-            self.rows,
-            pace,
-            outbox,
-            self.of_role,
-            self.resident_bytes,
-        )
+        self.issue = Issue(state)
+        self.groups = Groups(state)
+        self.deaths = Deaths(state, self.groups)
+        self.weights = Weights(state)
+        self.batches = Batches(state, self.groups, self.weights, self.rows, trainers, self.resident_bytes)
         now = time.time()
         me = Seen(
             self.name, self.role, context.node, os.getpid(), self.incarnation, True, now, now, self.activity, None

@@ -32,10 +32,11 @@ from relax.services.chunks import weight_agent
 from relax.services.intervals import reference_version
 from relax.services.keeping import write_part
 from relax.services.milestone import Milestone
-from relax.services.model_copies import ModelCopies, load_part
-from relax.services.ranks import Leader, Ranks
+from relax.services.model_copies import load_part
+from relax.services.models.ranked import RankedModel
+from relax.services.ranks import Leader
 from relax.services.reference_work import ReferenceWork
-from relax.services.service import Context, Service, ServiceError
+from relax.services.service import Context, Service
 from relax.weights.manifest import Manifest
 
 
@@ -45,8 +46,8 @@ class Reference(Service):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.version = Milestone()
+        self.model: RankedModel[ReferenceWork] = RankedModel(self)
         self._held = 0  # the version in the model; belongs to the model's thread
-        self._ranks: Ranks[ReferenceWork] = Ranks(self.role)
         self._refreshing = asyncio.Lock()
 
     def handlers(self) -> dict[type, Any]:
@@ -55,48 +56,34 @@ class Reference(Service):
 
     async def prepare(self) -> None:
         self.activity = "building the model"
-        self._work = await self._ranks.build(ReferenceWork, self.context.model_options)
-        self.spawn(self._ranks.keep(), "keeping the ranks")
+        await self.model.build_work(ReferenceWork)
         self.agent = weight_agent(self)
-        self.log.info("model_built", parameters=self._work.reference.num_parameters)
         # One that is never refreshed is --ref-load for ever, and no checkpoint of its run has it.
         part = None if self.context.checkpoint is None else self.context.checkpoint / self.role
         if part is not None and self.options.ref_update_interval is not None and (self.context.cut or part.is_dir()):
             self.activity = "loading the checkpoint"
-            loaded = await load_part(self._ranks, self._work, part, self.context)
+            loaded = await load_part(self.model.ranks, self.model.work, part, self.context)
             self._held = int(loaded.about["version"]) if self.context.cut else 0
         self.version.reach(self._held)
-        self._copies = ModelCopies(self._ranks, self._work)
         self.activity = "waiting for groups"
 
     async def release(self) -> None:
-        await self._ranks.close(self.clean)
+        await self.model.close(self.clean)
 
     async def on_request(self, message: ReferenceRequest, sender: Any) -> ReferenceLogprobs:
         arrays = await self.fetch(self.payloads, message.payload)
         responses = Responses.from_arrays(arrays, message.payload.id)
-        await self._reached(message.version)
+        await self.reached(self.version, message.version, f"was asked for reference version {message.version}")
         self.activity = f"scoring with version {self.version.value}"
         with self.watchdog.work():
-            version, logprobs = await self._ranks.lead(lambda ranks: self._score(ranks, responses))
+            version, logprobs = await self.model.ranks.lead(lambda ranks: self._score(ranks, responses))
         self.counters["samples"] += len(responses.response_lens)
         self.activity = "waiting for groups"
         return ReferenceLogprobs(version, logprobs)
 
     def _score(self, ranks: Leader[ReferenceWork], responses: Responses) -> tuple[int, np.ndarray]:
         """On the model's thread, where the version cannot change in between."""
-        return self._held, ranks.run(self._work.logprobs, responses.arrays())
-
-    async def _reached(self, version: int) -> None:
-        # A version to come is there after a batch is trained, which no clock but the stall timeout bounds.
-        limit = self.options.stall_timeout
-        try:
-            await self.version.wait(version, limit)
-        except TimeoutError:
-            raise ServiceError(
-                f"{self.name} was asked for reference version {version} and has been at {self.version.value} for "
-                f"--stall-timeout {limit:g} s: the actor has not published it"
-            ) from None
+        return self._held, ranks.run(self.model.work.logprobs, responses.arrays())
 
     # --- refresh -----------------------------------------------------------------------------------------------------
 
@@ -108,14 +95,14 @@ class Reference(Service):
 
     async def _refresh(self, message: Announce) -> None:
         manifest = Manifest.from_json(message.manifest, "the controller")
-        await self._reached(0)
+        await self.reached(self.version, 0, "is to be refreshed")
         async with self._refreshing:
             if message.version == self.version.value:
                 return  # a resume loaded it already
             started = time.monotonic()
             self.activity = f"loading version {message.version}"
             await self.agent.ensure(manifest, deadline=self.options.stall_timeout)
-            await self._ranks.lead(lambda ranks: self._load(ranks, manifest))
+            await self.model.ranks.lead(lambda ranks: self._load(ranks, manifest))
             self.version.reach(message.version)
             self.activity = "waiting for groups"
         self.log.info("reference_refreshed", version=message.version, seconds=round(time.monotonic() - started, 3))
@@ -128,19 +115,19 @@ class Reference(Service):
         cut = message.batch
         if not message.directory:
             return Saved(cut, "")  # it copies when it is to write
-        if not await self._ranks.lead(lambda ranks: self._copy(ranks, cut)):
+        if not await self.model.ranks.lead(lambda ranks: self._copy(ranks, cut)):
             return Saved(cut, f"the reference is at version {self._held} already, which is none of batch {cut}")
-        return await write_part(self._copies, self.run.checkpoints_dir, self.role, message, self.watchdog)
+        return await write_part(self.model.copies, self.run.checkpoints_dir, self.role, message, self.watchdog)
 
     def _copy(self, ranks: Leader[ReferenceWork], cut: int) -> bool:
         """On the model's thread."""
         if self._held > cut:
             return False
-        ranks.run(self._work.take_snapshot, cut, self._held)
+        ranks.run(self.model.work.take_snapshot, cut, self._held)
         return True
 
     def _load(self, ranks: Leader[ReferenceWork], manifest: Manifest) -> None:
         """On the model's thread. The lease keeps the set where it is until the last rank has found it."""
         with self.agent.store.open(manifest, verify=False):
-            ranks.run(self._work.refresh, str(self.run.shm_dir), manifest.to_json().decode())
+            ranks.run(self.model.work.refresh, str(self.run.shm_dir), manifest.to_json().decode())
         self._held = manifest.tag.version

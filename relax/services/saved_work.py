@@ -21,6 +21,10 @@ class SavedWork:
         self._network, self._learner = network, learner
         self._snapshot = Snapshot(network, learner)
 
+    @property
+    def num_parameters(self) -> int:
+        return self._network.num_parameters
+
     @command
     def reserve_snapshot(self) -> int:
         """Allocates the host memory of a snapshot, so that the first one takes no longer than the others; returns the

@@ -47,6 +47,7 @@ from relax.protocol.messages import (
 from relax.protocol.payload import Arrays, Payload, PayloadStore
 from relax.protocol.security import Security
 from relax.services.memory import resident_bytes
+from relax.services.milestone import Milestone
 from relax.services.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 0.5
@@ -345,6 +346,16 @@ class Service:
             yield
         finally:
             self._worked_on.discard(leases)
+
+    async def reached(self, milestone: Milestone, value: int, asked: str) -> None:
+        """Returns once `milestone` is at `value`. Raises ServiceError, saying what this service was `asked`, when that
+        takes longer than the stall timeout."""
+        limit = self.options.stall_timeout
+        try:
+            await milestone.wait(value, limit)
+        except TimeoutError:
+            still = f"is still at {milestone.value} after --stall-timeout {limit:g} s"
+            raise ServiceError(f"{self.name} {asked} and {still}") from None
 
     def report(self, message: Any) -> None:
         """Tell the controller."""

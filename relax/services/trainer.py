@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from relax.metrics import Metrics
@@ -12,36 +11,25 @@ from relax.protocol.errors import PayloadGone, PeerForgotten
 from relax.protocol.messages import Lease, Save, Saved, TrainBatch, Trained, Withdraw, Withdrawn
 from relax.protocol.payload import PayloadStore
 from relax.protocol.tensors import TrainTensors
-from relax.services.keeping import Copies, Keeping
+from relax.services.keeping import Keeping
 from relax.services.milestone import Milestone
+from relax.services.models.base import Taken, TrainerModel
 from relax.services.service import Context, Service, ServiceError
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A batch that is here as a whole. `arrived`: monotonic seconds when the trainer heard of it; `fetch_s`: how long
-    its tensors took from then."""
-
-    message: TrainBatch
-    tensors: TrainTensors
-    arrived: float
-    fetch_s: float
-
-    def held_up(self, waited: float) -> float:
-        """How much of the trainer's wait for this batch was for its tensors, in seconds."""
-        return min(waited, self.fetch_s)
-
-
 class Trainer(Service):
-    """A service that takes `TrainBatch` from advantages. A subclass trains (`train`) and says when it may begin
-    (`begin`).
+    """A service that takes `TrainBatch` from advantages and trains its `model` on it. A subclass has the model, and
+    says what else belongs to a batch: before it (`begins`), in its row (`account`), after it (`ended`).
 
     A batch is fetched as soon as it is heard of and trained once it is here as a whole, so advantages may die from then
     on. If it dies before, the controller asks (`Withdraw`) and learns that the batch was forgotten.
     """
 
+    model: TrainerModel
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
+        self.steps = 0  # that the optimizer has taken
         self.version = Milestone()  # the number of batches that are trained
         # One batch may be committed ahead of the one in training; a third in the queue would break the protocol.
         self.batches: asyncio.Queue[Taken] = asyncio.Queue(2)
@@ -55,17 +43,42 @@ class Trainer(Service):
         self.payloads = PayloadStore(self.mailbox)
         return {TrainBatch: self.on_train_batch, Withdraw: self.on_withdraw, Save: self.on_save}
 
-    async def train(self, batch: int, taken: Taken, waited: float) -> None:
-        """Train on one batch, `waited` seconds after the one before, and report it."""
+    def learns_from(self, batch: int) -> bool:
+        """Whether the model trains on the batch, or passes it by."""
+        return True
+
+    def begins(self, taken: Taken) -> None:
+        """The batch is about to be trained."""
+
+    def account(self, metrics: Metrics, taken: Taken, waited: float, seconds: float) -> None:
+        """Adds to the row of a batch: the trainer `waited` for it and then trained for so many `seconds`."""
         raise NotImplementedError
 
-    def begin(self, copies: Copies) -> None:
-        """The model is there as the run, or its resume, begins with it: from here on batches are trained."""
-        o = self.options
+    async def ended(self, batch: int) -> None:
+        """The batch is trained and that is reported."""
+
+    async def prepare(self) -> None:
+        """The model is brought up as the life of the run begins with it; from then on batches are trained."""
+        o, checkpoint = self.options, self.context.checkpoint
+        self.activity = "building the model"
+        await self.model.build(self.num_batches)
+        if checkpoint is not None:
+            self.activity = "loading the checkpoint"
+            self.steps = await self.model.load(checkpoint / self.role)
         interval = o.save_interval if o.save else None
-        self.keeping = Keeping(copies, self.role, self.run.checkpoints_dir, interval, self.version, self.watchdog)
+        if interval is not None:
+            self.gauges["checkpoint_bytes"] = await self.model.reserve()
+        copies, where = self.model.copies, self.run.checkpoints_dir
+        self.keeping = Keeping(copies, self.role, where, interval, self.version, self.watchdog)
+        await self.begin()
         self.version.reach(self.context.cut)
         self.spawn(self._train_batches(), "training")
+
+    async def begin(self) -> None:
+        """What is still to be done before the first batch."""
+
+    async def release(self) -> None:
+        await self.model.close(self.clean)
 
     def holds(self) -> Iterable[Lease]:
         return itertools.chain(*self._leases.values())
@@ -111,10 +124,6 @@ class Trainer(Service):
 
     # --- training ----------------------------------------------------------------------------------------------------
 
-    def report_trained(self, batch: int, metrics: Metrics) -> None:
-        """The batch's last optimizer step is done."""
-        self.spawn(self._report_trained(batch, metrics), f"batch {batch} is trained")
-
     async def _report_trained(self, batch: int, metrics: Metrics) -> None:
         await self.tell(self.context.controller, Trained(batch, metrics.wire()))
         del self._leases[batch]
@@ -132,5 +141,20 @@ class Trainer(Service):
                 )
             async with self.busy:
                 self.activity = f"training batch {batch}"
-                await self.train(batch, taken, waited)
+                await self._train(batch, taken, waited)
             del self._here[batch]
+
+    async def _train(self, batch: int, taken: Taken, waited: float) -> None:
+        metrics, seconds = Metrics(), 0.0
+        self.begins(taken)
+        if self.learns_from(batch):
+            metrics, seconds = await self.model.train(taken)
+            self.steps += self.options.num_steps_per_rollout
+        # Before anybody hears of it: a checkpoint of this cut may be asked for as soon as somebody has.
+        await self.keeping.trained(batch + 1)
+        self.version.reach(batch + 1)
+        self.account(metrics, taken, waited, seconds)
+        self.spawn(self._report_trained(batch, metrics), f"batch {batch} is trained")
+        groups = [lease.group for lease in taken.message.leases]
+        self.log.info("batch_trained", batch=batch, version=batch + 1, seconds=round(seconds, 3), groups=groups)
+        await self.ended(batch)

@@ -128,7 +128,7 @@ def test_it_starts_from_the_checkpoint_with_a_head_of_the_seed(tmp_path):
 def test_number_of_parameters_counts_a_head_in_place_of_the_output_layer(tmp_path):
     for kind in ("qwen2", "qwen3-tied"):
         model = tiny.save(tmp_path / kind, kind)
-        assert Critic(tiny.options(), tmp_path / kind).num_parameters == model.model.num_parameters() + 64
+        assert Critic(tiny.options(), tmp_path / kind).network.num_parameters == model.model.num_parameters() + 64
 
 
 def test_training_brings_values_to_the_returns_at_the_critics_own_rate(tmp_path):

@@ -6,7 +6,7 @@ import torch
 
 from relax.algorithms import registry
 from relax.algorithms.objective import Denominators, objective
-from relax.megatron import batches
+from relax.megatron import batches, parallel
 from relax.megatron.optimizer import NonFiniteGradientError
 from relax.megatron.parallel import GridError
 from relax.megatron.policy import Policy
@@ -113,7 +113,7 @@ def test_loss_and_gradients_of_an_algorithm_do_not_depend_on_micro_batches(name,
 def test_number_of_parameters_is_that_of_transformers(tmp_path):
     for kind in ("qwen2", "qwen3-tied"):
         model = tiny.save(tmp_path / kind, kind)
-        assert Policy(tiny.options(), tmp_path / kind).num_parameters == model.num_parameters()
+        assert Policy(tiny.options(), tmp_path / kind).network.num_parameters == model.num_parameters()
 
 
 def test_a_step_changes_the_weights_that_state_and_logprobs_show(tmp_path):
@@ -235,12 +235,13 @@ def test_a_process_can_leave_its_grid_and_join_another(tmp_path):
     batch = tiny.batch()
     first = Policy(tiny.options(), tmp_path)
     expected = first.logprobs(batch)
-    first.close()
+    parallel.shutdown()
     assert np.array_equal(Policy(tiny.options(), tmp_path).logprobs(batch), expected)
 
 
 def test_a_grid_larger_than_the_processes_is_refused(tmp_path):
     tiny.save(tmp_path)
-    Policy(tiny.options(), tmp_path).close()
+    Policy(tiny.options(), tmp_path)
+    parallel.shutdown()
     with pytest.raises(GridError, match="= 2 processes hold one model, which does not divide the 1 processes started"):
         Policy(tiny.options(tensor_parallel_size=2), tmp_path)

@@ -2,20 +2,21 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from structlog import get_logger
 from structlog.testing import capture_logs
 
 from relax.protocol.messages import Published
 from relax.services.actor import Actor
-from relax.services.actor_work import PUBLICATION, ActorWork
+from relax.services.models.base import Weights
+from relax.services.models.megatron import MegatronPolicy
 from relax.services.publishing import Publishing, Staged
-from relax.services.ranks import Leader, Ranks
 from relax.services.service import Context
 from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.manifest import Manifest
@@ -54,9 +55,13 @@ class Trainer:
 
     @asynccontextmanager
     async def running(self):
-        self.ranks: Ranks[ActorWork] = Ranks("test")
-        self.work = await self.ranks.build(ActorWork, self.options, 100)
-        self.publishing = Publishing(self._stage, self._publish, self._tell)
+        context = SimpleNamespace(model_options=self.options)
+        service: Any = SimpleNamespace(
+            role="actor", options=self.options, context=context, spawn=lambda work, name: work.close(), log=get_logger()
+        )
+        self.policy = MegatronPolicy(service)
+        await self.policy.build(50)
+        self.publishing = Publishing(self.policy.stage, self._publish, self._tell)
         lane = asyncio.create_task(self.publishing.run())
         try:
             yield
@@ -65,141 +70,137 @@ class Trainer:
             self.may_go_on.set()
             lane.cancel()
             await asyncio.gather(lane, return_exceptions=True)
-            await self.ranks.close(clean=True)
-
-    async def _stage(self, place: int) -> None:
-        await self.ranks.run(self.work.stage, place)
+            await self.policy.close(clean=True)
 
     async def _publish(self, staged: Staged) -> Manifest:
         loop = asyncio.get_running_loop()
 
-        def slowly(tensors: Iterator[Any]) -> Iterator[Any]:
-            for number, pair in enumerate(tensors):
+        def slowly(weights: Weights) -> Weights:
+            for number, pair in enumerate(weights):
                 yield pair
                 if number == 0:
                     loop.call_soon_threadsafe(self.begun.set)
                     assert self.may_go_on.wait(60)
 
-        def publish(ranks: Leader[ActorWork]) -> Manifest:
-            tensors = None if staged.place is None else slowly(ranks.run(self.work.weights, staged.place))
-            return self.publisher.publish(staged.version, staged.step, tensors)
+        def publish(weights: Weights | None) -> Manifest:
+            return self.publisher.publish(staged.version, staged.step, None if weights is None else slowly(weights))
 
-        return await self.ranks.lead(publish, PUBLICATION)
+        return await self.policy.read(staged.place, publish)
 
     def _tell(self, staged: Staged, manifest: Manifest) -> None:
         self.published.append(staged)
         self.manifests[staged.version] = manifest
 
     async def train(self) -> None:
-        await self.ranks.run(self.work.train, tiny.batch(self.batches))
+        await self.policy.ranks.run(self.policy.work.train, tiny.batch(self.batches))
         self.batches += 1
 
     async def offer(self, *, changed: bool = True) -> None:
         """Also publishes the same weights with nothing going on beside, to compare with."""
         aside = ChunkStore(self.folder / f"aside-{self.batches}", create=True)
-        alone = self._publisher(aside).publish(self.batches, self.batches, self.work.policy.state())
+        alone = self._publisher(aside).publish(self.batches, self.batches, self.policy.work.policy.state())
         self.digests[self.batches] = alone.tag.digest
         await self.publishing.offer(self.batches, 2 * self.batches, changed=changed)
 
     async def through(self) -> None:
         await self.publishing.published.wait(self.publishing.offered, 60)
 
+    async def publish(self, *, changed: bool = True) -> None:
+        await self.offer(changed=changed)
+        await self.through()
 
-def versions(trainer: Trainer) -> list[int]:
-    return [staged.version for staged in trainer.published]
+    async def begin_to_publish(self) -> None:
+        """Offers; the publication stops within, until it `may_go_on`."""
+        self.begun.clear()
+        self.may_go_on.clear()
+        await self.offer()
+        await asyncio.wait_for(self.begun.wait(), 60)
+
+    @property
+    def versions(self) -> list[int]:
+        return [staged.version for staged in self.published]
+
+
+def play(folder: Path, scenario: Callable[[Trainer], Awaitable[None]]) -> None:
+    async def life() -> None:
+        it = Trainer(folder)
+        async with it.running():
+            await scenario(it)
+
+    asyncio.run(life())
 
 
 def test_a_version_holds_the_weights_after_its_last_batch_though_training_has_moved_on(tmp_path: Path) -> None:
-    async def life() -> None:
-        it = Trainer(tmp_path)
-        async with it.running():
-            await it.offer()
-            await it.through()
-            await it.train()
-            it.begun.clear()
-            it.may_go_on.clear()
-            await it.offer()
-            await asyncio.wait_for(it.begun.wait(), 60)
-            await it.train()
-            await it.train()  # two batches while version 1 is read
-            assert versions(it) == [0]
-            it.may_go_on.set()
-            await it.through()
-            assert versions(it) == [0, 1]
-            assert it.manifests[1].tag.digest == it.digests[1] != it.digests[0]
-            assert it.manifests[1].tag.step == 2
-            await it.offer()
-            await it.through()
-            assert it.manifests[3].tag.digest == it.digests[3] != it.digests[1]
-            with it.store.open(it.manifests[1]) as lease:  # every chunk hashes to what the manifest says
-                assert dict(lease.items())
+    async def scenario(it: Trainer) -> None:
+        await it.publish()
+        await it.train()
+        await it.begin_to_publish()
+        await it.train()
+        await it.train()  # two batches while version 1 is read
+        assert it.versions == [0]
+        it.may_go_on.set()
+        await it.through()
+        assert it.versions == [0, 1]
+        assert it.manifests[1].tag.digest == it.digests[1] != it.digests[0]
+        assert it.manifests[1].tag.step == 2
+        await it.publish()
+        assert it.manifests[3].tag.digest == it.digests[3] != it.digests[1]
+        with it.store.open(it.manifests[1]) as lease:  # every chunk hashes to what the manifest says
+            assert dict(lease.items())
 
-    asyncio.run(life())
+    play(tmp_path, scenario)
 
 
 def test_a_version_that_is_overtaken_before_it_was_begun_is_skipped_and_the_newest_never(tmp_path: Path) -> None:
-    async def life() -> None:
-        it = Trainer(tmp_path)
-        async with it.running():
-            it.may_go_on.clear()
+    async def scenario(it: Trainer) -> None:
+        await it.begin_to_publish()
+        for _ in range(4):  # 1, 2 and 3 are overtaken, each copied over the one before
+            await it.train()
             await it.offer()
-            await asyncio.wait_for(it.begun.wait(), 60)
-            for _ in range(4):  # 1, 2 and 3 are overtaken, each copied over the one before
-                await it.train()
-                await it.offer()
-            it.may_go_on.set()
-            await it.through()
-            assert versions(it) == [0, 4]
-            assert [it.manifests[v].tag.digest for v in (0, 4)] == [it.digests[0], it.digests[4]]
-            assert len({staged.place for staged in it.published}) == 2
-            metrics = it.publishing.take()
-            assert metrics["perf/publications_skipped"][1] == 3
-            assert metrics["perf/publish_s"][2] == 2 and metrics["perf/publish_s"][1] > 0
-            assert it.publishing.take() == {}
-            # Nothing is under way any more: both places serve again.
-            for _ in range(2):
-                await it.train()
-                await it.offer()
-                await it.through()
-            assert versions(it) == [0, 4, 5, 6]
-            assert it.manifests[6].tag.digest == it.digests[6]
+        it.may_go_on.set()
+        await it.through()
+        assert it.versions == [0, 4]
+        assert [it.manifests[v].tag.digest for v in (0, 4)] == [it.digests[0], it.digests[4]]
+        assert len({staged.place for staged in it.published}) == 2
+        metrics = it.publishing.take()
+        assert metrics["perf/publications_skipped"][1] == 3
+        assert metrics["perf/publish_s"][2] == 2 and metrics["perf/publish_s"][1] > 0
+        assert it.publishing.take() == {}
+        # Nothing is under way any more: both places serve again.
+        for _ in range(2):
+            await it.train()
+            await it.publish()
+        assert it.versions == [0, 4, 5, 6]
+        assert it.manifests[6].tag.digest == it.digests[6]
 
-    asyncio.run(life())
+    play(tmp_path, scenario)
 
 
 def test_unchanged_weights_are_published_as_a_tag_alone(tmp_path: Path) -> None:
-    async def life() -> None:
-        it = Trainer(tmp_path)
-        async with it.running():
-            await it.offer()
-            await it.through()
-            it.batches = 1
-            await it.offer(changed=False)
-            await it.through()
-            assert [staged.place is None for staged in it.published] == [False, True]
-            assert it.manifests[1].tag.digest == it.manifests[0].tag.digest
-            assert it.manifests[1].tag.version == 1
+    async def scenario(it: Trainer) -> None:
+        await it.publish()
+        it.batches = 1
+        await it.publish(changed=False)
+        assert [staged.place is None for staged in it.published] == [False, True]
+        assert it.manifests[1].tag.digest == it.manifests[0].tag.digest
+        assert it.manifests[1].tag.version == 1
 
-    asyncio.run(life())
+    play(tmp_path, scenario)
 
 
 def test_unchanged_weights_that_overtake_changed_ones_bring_them_along(tmp_path: Path) -> None:
-    async def life() -> None:
-        it = Trainer(tmp_path)
-        async with it.running():
-            it.may_go_on.clear()
-            await it.offer()
-            await asyncio.wait_for(it.begun.wait(), 60)
-            await it.train()
-            await it.offer()
-            it.batches = 2
-            await it.offer(changed=False)
-            it.may_go_on.set()
-            await it.through()
-            assert versions(it) == [0, 2]
-            assert it.manifests[2].tag.digest == it.digests[1] != it.digests[0]
+    async def scenario(it: Trainer) -> None:
+        await it.begin_to_publish()
+        await it.train()
+        await it.offer()
+        it.batches = 2
+        await it.offer(changed=False)
+        it.may_go_on.set()
+        await it.through()
+        assert it.versions == [0, 2]
+        assert it.manifests[2].tag.digest == it.digests[1] != it.digests[0]
 
-    asyncio.run(life())
+    play(tmp_path, scenario)
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -218,7 +219,7 @@ def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path
             checkpoint=None,
             checkpoints_dir=tmp_path / "checkpoints",
         )
-        actor = Actor(Context("actor", options, run, "", "", None, options))
+        actor = Actor(Context("actor", options, run, "", "", None, options, engine="megatron"))
         actor._ended = asyncio.get_running_loop().create_future()
         actor.num_batches = 3
         told: list[Any] = []

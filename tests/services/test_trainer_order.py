@@ -9,8 +9,9 @@ import pytest
 from relax.config.options import Options
 from relax.protocol.messages import TrainBatch
 from relax.protocol.payload import Payload, PayloadStore
+from relax.services.models.base import Taken
 from relax.services.service import Context, ServiceError
-from relax.services.trainer import Taken, Trainer
+from relax.services.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ class Recorder(Trainer):
         mailbox: Any = SimpleNamespace(on=lambda *args: None, endpoint="inproc://actor-0")
         self.payloads = PayloadStore(mailbox)
 
-    async def train(self, batch: int, taken: Taken, waited: float) -> None:
+    async def _train(self, batch: int, taken: Taken, waited: float) -> None:
         self.trained.append(batch)
         self.version.reach(batch + 1)
 

@@ -5,17 +5,12 @@ from typing import Any
 
 import structlog
 
-from relax.gate.gate import Gate
 from relax.gate.verdicts import Batch, GateError
-from relax.ledger.book import GroupBook
 from relax.ledger.states import LedgerError
 from relax.metrics.rows import BatchRows
-from relax.protocol.messages import Assemble, Assembled, Lease, Member, Started, Trained, Withdraw
-from relax.services.control.draws import Draws
+from relax.protocol.messages import Assemble, Assembled, Lease, Started, Trained, Withdraw
 from relax.services.control.groups import Groups
-from relax.services.control.outbox import Outbox
-from relax.services.control.pace import Pace
-from relax.services.control.registry import Registry
+from relax.services.control.state import PipelineState
 from relax.services.control.weights import Weights
 from relax.services.service import ServiceError
 
@@ -27,23 +22,17 @@ class Batches:
 
     def __init__(
         self,
-        trainers: frozenset[str],
-        gate: Gate,
-        book: GroupBook,
-        draws: Draws,
+        state: PipelineState,
         groups: Groups,
         weights: Weights,
-        registry: Registry,
         rows: BatchRows,
-        pace: Pace,
-        outbox: Outbox,
-        peers: Callable[[str], list[Member]],
+        trainers: frozenset[str],
         resident_bytes: Callable[[], Mapping[str, float]],
     ) -> None:
-        self.trainers, self._gate, self._book, self._draws = trainers, gate, book, draws
-        self._groups, self._weights, self._registry = groups, weights, registry
-        self._rows, self._pace, self._outbox, self._peers = rows, pace, outbox, peers
-        self._resident_bytes = resident_bytes
+        self._gate, self._book, self._draws, self._registry = state.gate, state.book, state.draws, state.registry
+        self._pace, self._outbox, self._peers = state.pace, state.outbox, state.peers
+        self._groups, self._weights, self._rows = groups, weights, rows
+        self.trainers, self._resident_bytes = trainers, resident_bytes
         self._members: dict[int, tuple[Lease, ...]] = {}  # of the batches that are not trained yet
         self._commits: dict[int, int] = {}  # batch that is not trained yet -> number of its commit
         self._last_commit = -1

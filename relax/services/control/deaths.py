@@ -13,19 +13,17 @@ its way from a life that has ended is not heard; one about it (a group was sent 
 
 import structlog
 
-from relax.ledger.book import GroupBook
 from relax.ledger.states import State
 from relax.protocol.messages import Member
-from relax.services.control.draws import Draws
 from relax.services.control.groups import Groups
-from relax.services.control.replicas import Replicas
+from relax.services.control.state import PipelineState
 
 log = structlog.get_logger()
 
 
 class Deaths:
-    def __init__(self, book: GroupBook, draws: Draws, replicas: Replicas, groups: Groups) -> None:
-        self._book, self._draws, self._replicas, self._groups = book, draws, replicas, groups
+    def __init__(self, state: PipelineState, groups: Groups) -> None:
+        self._book, self._draws, self._replicas, self._groups = state.book, state.draws, state.replicas, groups
 
     def died(self, member: Member) -> None:
         """`member` is in the registry no more."""

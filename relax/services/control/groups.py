@@ -3,32 +3,24 @@
 Every report is told to the book, which says whether it counts, and then to the gate.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from relax.config.options import Options
-from relax.gate.gate import Gate
 from relax.gate.stragglers import Stragglers
-from relax.ledger.book import GroupBook
 from relax.ledger.records import GroupRecord
 from relax.ledger.states import Accepted, Stale, StaleReason, State
 from relax.protocol.messages import (
     Filtered,
     HandedBack,
     Lease,
-    Member,
     Ready,
     Rejected,
     RewardDone,
     Sampled,
 )
 from relax.protocol.payload import Payload
-from relax.services.control.draws import Draws
-from relax.services.control.outbox import Outbox
-from relax.services.control.pace import Pace
-from relax.services.control.replicas import Replicas
+from relax.services.control.state import PipelineState
 from relax.services.service import ServiceError
 
 # So many batches' worth of groups may be filtered in a row without one that is not; a prompt set aside counts for as
@@ -42,24 +34,13 @@ log = structlog.get_logger()
 
 
 class Groups:
-    """`peers` gives the live members of a role, `lives` says whether an incarnation is one. Methods that take a message
-    and its sender are handlers."""
+    """Methods that take a message and its sender are handlers."""
 
-    def __init__(
-        self,
-        options: Options,
-        gate: Gate,
-        book: GroupBook,
-        draws: Draws,
-        replicas: Replicas,
-        pace: Pace,
-        outbox: Outbox,
-        peers: Callable[[str], list[Member]],
-        lives: Callable[[str], bool],
-    ) -> None:
-        self._options, self._gate, self._book, self._draws = options, gate, book, draws
-        self._replicas, self._pace, self._outbox, self._peers, self._lives = replicas, pace, outbox, peers, lives
-        timeout = options.straggler_timeout
+    def __init__(self, state: PipelineState) -> None:
+        self._options, self._gate, self._book, self._draws = state.options, state.gate, state.book, state.draws
+        self._replicas, self._pace, self._outbox = state.replicas, state.pace, state.outbox
+        self._peers, self._lives = state.peers, state.registry.lives
+        timeout = state.options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._unusable_in_a_row = self._unusable_weight = 0
 

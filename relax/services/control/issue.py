@@ -3,14 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 
-from relax.config.options import Options
-from relax.gate.gate import Gate
-from relax.ledger.book import GroupBook
 from relax.protocol.messages import GroupOrder
-from relax.services.control.draws import Draw, Draws
-from relax.services.control.outbox import Outbox
-from relax.services.control.pace import Pace
-from relax.services.control.replicas import Replica, Replicas
+from relax.services.control.draws import Draw
+from relax.services.control.replicas import Replica
+from relax.services.control.state import PipelineState
 
 # The replica that takes a draw (by its group) now, of those whose version is allowed; None where there is none.
 Where = Callable[[int, Callable[[int], bool]], Replica | None]
@@ -21,19 +17,10 @@ class Issue:
     group of young tokens may wait for a replica at a newer version, while one of older tokens goes on where it is. (A
     fresh group never could where one to be done again could not: it counts for more deadlines, and takes a slot.)"""
 
-    def __init__(
-        self,
-        options: Options,
-        gate: Gate,
-        book: GroupBook,
-        draws: Draws,
-        replicas: Replicas,
-        pace: Pace,
-        outbox: Outbox,
-    ) -> None:
-        self._lockstep, self._patience = options.max_staleness == 0, options.peer_timeout
-        self._gate, self._book, self._draws, self._replicas = gate, book, draws, replicas
-        self._pace, self._outbox = pace, outbox
+    def __init__(self, state: PipelineState) -> None:
+        self._lockstep, self._patience = state.options.max_staleness == 0, state.options.peer_timeout
+        self._gate, self._book, self._draws, self._replicas = state.gate, state.book, state.draws, state.replicas
+        self._pace, self._outbox = state.pace, state.outbox
 
     def turn(self, now: float) -> None:
         """Issues all that can be. `now` is in monotonic seconds."""

@@ -4,13 +4,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax.config.options import Options
-from relax.gate.gate import Gate
-from relax.ledger.book import GroupBook
 from relax.ledger.states import State
-from relax.protocol.messages import Announce, Member, Published, Serving
-from relax.services.control.outbox import Outbox
-from relax.services.control.replicas import Replica, Replicas
+from relax.protocol.messages import Announce, Published, Serving
+from relax.services.control.replicas import Replica
+from relax.services.control.state import PipelineState
 from relax.weights.errors import WeightError
 from relax.weights.manifest import Manifest
 
@@ -18,19 +15,10 @@ from relax.weights.manifest import Manifest
 class Weights:
     """`newest` is the newest published version; None before the first."""
 
-    def __init__(
-        self,
-        options: Options,
-        gate: Gate,
-        book: GroupBook,
-        replicas: Replicas,
-        outbox: Outbox,
-        peers: Callable[[str], list[Member]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._gate, self._book, self._replicas, self._outbox = gate, book, replicas, outbox
-        self._peers, self._clock = peers, clock
-        self._refreshes_reference = options.ref_update_interval is not None
+    def __init__(self, state: PipelineState, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gate, self._book, self._replicas, self._outbox = state.gate, state.book, state.replicas, state.outbox
+        self._peers, self._clock = state.peers, clock
+        self._refreshes_reference = state.options.ref_update_interval is not None
         self.newest: Published | None = None
         self._early: Published | None = None
 

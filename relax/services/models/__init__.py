@@ -1,0 +1,1 @@
+"""The model behind a service: on Megatron ranks (actor, critic, reference), or simulated (actor)."""

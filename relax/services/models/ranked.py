@@ -1,0 +1,54 @@
+"""The model of a service on its Megatron ranks: built, taken over from a checkpoint, copied for the next, let go."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Concatenate, Generic, ParamSpec, TypeVar
+
+from relax.config.options import Options
+from relax.metrics import Metrics
+from relax.services.learner_work import LearnerWork
+from relax.services.model_copies import ModelCopies, load_part
+from relax.services.models.base import Taken
+from relax.services.ranks import Ranks
+from relax.services.saved_work import SavedWork
+from relax.services.service import Service
+
+P = ParamSpec("P")
+W = TypeVar("W", bound=SavedWork)
+L = TypeVar("L", bound=LearnerWork)
+
+
+class RankedModel(Generic[W]):
+    """`work` is what all ranks do, run through `ranks`."""
+
+    copies: ModelCopies[W]
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.ranks: Ranks[W] = Ranks(service.role)
+
+    async def build_work(self, work: Callable[Concatenate[Options, P], W], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Starts the ranks, which live until `close`; one that falls ends the service."""
+        self.work = await self.ranks.build(work, self.service.context.model_options, *args, **kwargs)
+        self.service.spawn(self.ranks.keep(), "keeping the ranks")
+        self.copies = ModelCopies(self.ranks, self.work)
+        self.service.log.info("model_built", parameters=self.work.num_parameters)
+
+    async def close(self, clean: bool) -> None:
+        await self.ranks.close(clean)
+
+
+class RankedLearner(RankedModel[L]):
+    """See `TrainerModel`."""
+
+    async def load(self, part: Path) -> int:
+        return (await load_part(self.ranks, self.work, part, self.service.context)).steps
+
+    async def reserve(self) -> int:
+        return await self.ranks.run(self.work.reserve_snapshot)
+
+    async def train(self, taken: Taken) -> tuple[Metrics, float]:
+        started = time.monotonic()
+        metrics = Metrics(await self.ranks.run(self.work.train, taken.tensors.arrays()))
+        return metrics, time.monotonic() - started
