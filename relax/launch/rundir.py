@@ -3,7 +3,7 @@
 Layout (relax never writes outside these three):
 
     <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
-                 (config, topology and ledger.before-<lineage> are those of the lives before a resume)
+                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume)
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -126,6 +126,11 @@ class RunDir:
     @property
     def export_dir(self) -> Path:
         return self.path / "export"
+
+    def set_aside_export(self) -> None:
+        """Keeps the model that an earlier life wrote at an earlier end as export.before-<lineage>. Raises OSError."""
+        if self.export_dir.exists():
+            self.export_dir.rename(self.export_dir.with_name(f"{self.export_dir.name}.before-{self.lineage}"))
 
     def log(self, service: str) -> Path:
         """Structured log of a service."""

@@ -82,5 +82,7 @@ def test_a_disk_that_fills_up_costs_checkpoints_and_no_run(
     assert f"goes on at batch {kept.batch}, from {kept.path}" in life.output and "in no checkpoint" not in life.output
     newest = CheckpointDirectory(checkpoints).newest()
     assert newest is not None and newest.batch == batches + 1
+    ends = [path.name for path in life.directory.glob("export*")]
+    assert sorted(ends) == ([] if options else ["export", "export.before-1"]), "of both ends of a run with a model"
     trained = trained_prompts(life.directory)
     assert trained == Counter(dict.fromkeys(trained, 1)) and len(trained) == (batches + 1) * 4

@@ -222,6 +222,17 @@ def test_a_resumed_run_keeps_its_id_and_is_a_lineage_of_its_own(tmp_path: Path) 
     assert run.config.read_text() == "lr: 2\n" and run.topology.read_text() == "a: 3\n"
 
 
+def test_the_model_of_an_earlier_end_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run").leave()
+    run = RunDir.resume(tmp_path / "run", 3)
+    run.set_aside_export()
+    run.export_dir.mkdir()
+    (run.export_dir / "model.safetensors").touch()
+    run.set_aside_export()
+    assert not run.export_dir.exists() and (run.path / "export.before-1" / "model.safetensors").is_file()
+    run.leave()
+
+
 def test_a_run_that_is_alive_is_not_resumed(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
     with pytest.raises(ConfigError, match=rf"--resume.*a run is going on there \(pid {os.getpid()}\)"):
