@@ -131,3 +131,6 @@ class Engine(Protocol):
     @property
     def running(self) -> int:
         """Samples queued or in progress."""
+
+    def tokens(self) -> dict[str, int]:
+        """How many tokens each of them has by now, by request id."""

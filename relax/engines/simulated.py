@@ -23,6 +23,7 @@ import numpy as np
 
 from relax.engines.base import EngineError, EngineInfo, FinishReason, Request, RequestRefused, Result
 from relax.engines.checkpoint import ModelFacts, model_facts
+from relax.engines.requests import check_requests
 from relax.simulation.lengths import LengthModel
 from relax.simulation.speed import SpeedModel
 from relax.weights.manifest import Manifest, WeightTag
@@ -126,6 +127,9 @@ class SimulatedEngine:
     def running(self) -> int:
         return len(self._samples)
 
+    def tokens(self) -> dict[str, int]:
+        return {name: self._tokens(sample) for name, sample in self._samples.items()}
+
     # ---- samples ----
 
     async def generate(self, request: Request) -> Result:
@@ -149,17 +153,8 @@ class SimulatedEngine:
             raise EngineError("the simulated engine is not running")
         if self._tag is None:
             raise EngineError("no weights are loaded yet: version 0 comes the way of every other")
-        ids = set()
+        check_requests(requests, self._facts, self._max_model_len, self._samples)
         for request in requests:
-            if request.id in self._samples or request.id in ids:
-                raise RequestRefused(request.id, f"request {request.id} is already running; ids must be unique")
-            ids.add(request.id)
-            if request.max_tokens < 1 or len(request.prompt) + request.max_tokens > self._max_model_len:
-                raise RequestRefused(
-                    request.id,
-                    f"request {request.id}: a prompt of {len(request.prompt)} tokens and a response of up to "
-                    f"{request.max_tokens} do not fit into {self._max_model_len} tokens",
-                )
             if request.seed is None:
                 raise RequestRefused(
                     request.id, f"request {request.id} has no seed, and the length of a sample is drawn from it"

@@ -10,8 +10,6 @@ child ends with its parent.
 import asyncio
 import multiprocessing
 import os
-import signal
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,10 @@ from typing import Any, Self
 from relax.engines.base import EngineDied, EngineError, EngineInfo, Request, RequestRefused, Result
 from relax.engines.checkpoint import model_facts
 from relax.engines.environment import prepare_environment
+from relax.engines.requests import check_requests
 from relax.engines.vllm_device import device_arguments
+from relax.engines.vllm_processes import Processes
+from relax.engines.vllm_request import sampling_parameters
 from relax.engines.vllm_result import result_of, version_label
 from relax.weights import errors as weight_errors
 from relax.weights.manifest import Manifest, WeightTag
@@ -64,7 +65,7 @@ class VllmEngine:
         self._startup_timeout = startup_timeout
         self._llm: Any = None
         self._thread: ThreadPoolExecutor | None = None
-        self._watched: dict[int, Any] = {}  # pidfd -> process
+        self._processes = Processes(self._process_ended)
         self._tag: WeightTag | None = None
         self._unusable = ""  # why weights in memory are no version, if they are none
         self._tasks: dict[str, asyncio.Task[Result]] = {}
@@ -106,10 +107,7 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM did not start with {self._checkpoint}: {error} (more may be in this service's output, above)"
             ) from error
-        for process in self._llm.engine_core.resources.engine_manager.processes:
-            fd = os.pidfd_open(process.pid)
-            self._watched[fd] = process
-            loop.add_reader(fd, self._process_ended, fd)
+        self._processes.watch(self._llm.engine_core.resources.engine_manager.processes)
 
     def _build(self) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -139,16 +137,7 @@ class VllmEngine:
             self._llm.shutdown(timeout=0)
             self._llm = None
 
-    def _process_ended(self, fd: int) -> None:
-        process = self._watched.pop(fd)
-        asyncio.get_running_loop().remove_reader(fd)
-        os.close(fd)
-        # vLLM's own monitor waits for the same child: where it has reaped it, the code is known a moment later.
-        give_up = time.monotonic() + 1
-        while (code := process.exitcode) is None and time.monotonic() < give_up:
-            time.sleep(0.005)
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        reason = f"vLLM's process {process.pid} ended by {how}; its last lines are in this service's output"
+    def _process_ended(self, reason: str) -> None:
         if not self.died.done():
             self.died.set_result(reason)
         for queue in self._queues.values():
@@ -159,11 +148,7 @@ class VllmEngine:
             return
         self._closing = True
         loop = asyncio.get_running_loop()
-        processes = list(self._watched.values())
-        for fd in self._watched:
-            loop.remove_reader(fd)
-            os.close(fd)
-        self._watched.clear()
+        processes = self._processes.let_go()
         for task in self._tasks.values():
             task.cancel()
         if self._llm is None:  # still starting, or it failed to
@@ -193,12 +178,18 @@ class VllmEngine:
             max_num_seqs=self._max_num_seqs,
             eos_token_ids=self._facts.eos_token_ids,
             tag=self._tag,
-            pids=tuple(process.pid for process in self._watched.values()),
+            pids=self._processes.pids,
         )
 
     @property
     def running(self) -> int:
         return len(self._tasks)
+
+    def tokens(self) -> dict[str, int]:
+        # vLLM gives out finished samples only; what it has heard of the others from its core is in here.
+        heard = self._llm.output_processor.request_states if self._queues else {}
+        states = {name: heard.get(queue.request_id) for name, queue in self._queues.items()}
+        return {name: state.detokenizer.num_output_tokens() for name, state in states.items() if state is not None}
 
     # ---- samples ----
 
@@ -207,10 +198,9 @@ class VllmEngine:
         return await future
 
     async def submit(self, requests: Sequence[Request], *, together: bool = False) -> list[asyncio.Future[Result]]:
-        for request in requests:
-            self._check(request)
         async with self._door:
             self._check_serving()
+            check_requests(requests, self._facts, self._max_model_len, self._tasks)
             hold = together and not self._paused and len(requests) > 1
             if hold:
                 await self._control(self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
@@ -235,27 +225,10 @@ class VllmEngine:
     async def _add(self, request: Request) -> asyncio.Future[Result]:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        if request.id in self._tasks:
-            raise RequestRefused(request.id, f"request {request.id} is already running; ids must be unique")
-        stop = self._facts.eos_token_ids if request.stop_token_ids is None else request.stop_token_ids
         try:
-            parameters = SamplingParams(
-                temperature=request.temperature,
-                top_p=request.top_p,
-                top_k=max(request.top_k, 0),
-                seed=request.seed,
-                max_tokens=request.max_tokens,
-                stop_token_ids=list(stop),
-                # Else vLLM adds the end tokens of generation_config.json to whatever the request says.
-                ignore_eos=True,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
+            parameters = sampling_parameters(request, self._facts.eos_token_ids)
             queue = await self._llm.add_request(request.id, tokens_input(request.prompt.tolist()), parameters)
         except EngineDeadError:
             raise self._dead() from None
@@ -369,23 +342,3 @@ class VllmEngine:
             raise EngineError(f"this engine serves no weights: {self._unusable}")
         if self._tag is None:
             raise EngineError("this engine has no weights yet: load a version before the first request")
-
-    def _check(self, request: Request) -> None:
-        n = len(request.prompt)
-        if n == 0:
-            raise RequestRefused(request.id, f"request {request.id} has an empty prompt")
-        if request.max_tokens < 1:
-            raise RequestRefused(request.id, f"request {request.id} asks for {request.max_tokens} tokens; at least 1")
-        if n + request.max_tokens > self._max_model_len:
-            raise RequestRefused(
-                request.id,
-                f"request {request.id}: prompt of {n} tokens and response of up to {request.max_tokens} do not fit the "
-                f"engine's {self._max_model_len} (--rollout-max-prompt-len + --rollout-max-response-len)",
-            )
-        low, high = int(request.prompt.min()), int(request.prompt.max())
-        if low < 0 or high >= self._facts.vocab_size:
-            raise RequestRefused(
-                request.id,
-                f"request {request.id}: token id {low if low < 0 else high} is outside the model's vocabulary of "
-                f"{self._facts.vocab_size}; is this the model's own tokenizer?",
-            )

@@ -7,24 +7,9 @@ class with discrete events. Lockstep is the same rule at a maximum staleness of 
 import heapq
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 
+from relax.gate.open_groups import Group, OpenGroups, Place
 from relax.gate.verdicts import Batch, Blocked, GateError, Refusal, Wait
-
-
-class _Place(Enum):
-    HELD = 1  # at a replica or a later stage, on its way
-    LOST = 2  # without a replica: to be issued again, or parked with its tokens
-    READY = 3
-
-
-@dataclass(slots=True)
-class _Group:
-    place: _Place
-    deadline: int | None
-    has_tokens: bool = False
-    rank: int = 0  # among the ready, where the first are taken
 
 
 class Gate:
@@ -102,12 +87,9 @@ class Gate:
         self._started = first_batch
         self._trained = first_batch
         self._published: int | None = None
-        self._open: dict[int, _Group] = {}
-        self._counted: dict[int, int] = {}  # deadline -> open groups
-        self._ready: dict[int, int] = {}  # deadline -> ready groups
-        self._ready_total = 0
+        self._open = OpenGroups()
         self._ready_ever = 0
-        self._ahead: dict[int, _Group] | None = None
+        self._ahead: dict[int, Group] | None = None  # the members of the batch that is committed and not started
         self._unpublished: dict[int, int] = {}  # batch -> slots its members hold
         self._to_come: int | None = None  # groups still to be issued once the stream has ended
 
@@ -149,7 +131,7 @@ class Gate:
     @property
     def ready_groups(self) -> int:
         """Open groups that are ready to be committed."""
-        return self._ready_total
+        return self._open.ready
 
     @property
     def slots(self) -> int:
@@ -162,11 +144,11 @@ class Gate:
 
     def deadline(self, group: int) -> int | None:
         """The last batch that may train an open group; None for one that is to be issued again without tokens."""
-        return self._find(group).deadline
+        return self._open.find(group).deadline
 
     def outstanding(self) -> tuple[int, ...]:
         """Open groups that are not ready, least (deadline, id) first; those without a deadline come last."""
-        return self._on_their_way(None)
+        return self._open.on_their_way()
 
     # --- issue ---------------------------------------------------------------------------------------------------
 
@@ -184,8 +166,8 @@ class Gate:
             if self.free_slots <= 0:
                 return Refusal.SLOTS
             return self._refuse_move(None, version + self.max_staleness)
-        record = self._find(group)
-        if record.place is not _Place.LOST:
+        record = self._open.find(group)
+        if record.place is not Place.LOST:
             raise GateError(
                 f"group {group} is not lost or parked: end its lease with unassign before it is issued again"
             )
@@ -204,31 +186,31 @@ class Gate:
         if why is not None:
             raise GateError(f"group {group} may not be issued at version {version}: {why.value}")
         if record is None:
-            record = self._open[group] = _Group(_Place.HELD, None)
+            record = self._open.add(group)
             if self._to_come is not None:
                 self._to_come -= 1
-        record.place = _Place.HELD
-        self._move(record, self._deadline_at(record, version))
+        record.place = Place.HELD
+        self._open.move(record, self._deadline_at(record, version))
 
     def acknowledged(self, group: int, version: int) -> None:
         """The replica that holds `group` serves `version` now and had sampled no token of the group before.
 
         The deadline of a group without tokens follows; one with tokens keeps its own.
         """
-        record = self._find(group)
-        if record.place is not _Place.HELD:
+        record = self._open.find(group)
+        if record.place is not Place.HELD:
             raise GateError(f"group {group} is not held by a replica")
         if not record.has_tokens and record.deadline is not None:
-            self._move(record, max(record.deadline, version + self.max_staleness))
+            self._open.move(record, max(record.deadline, version + self.max_staleness))
 
     def unassign(self, group: int, *, keep_tokens: bool = False) -> None:
         """`group` is without a replica: lost, to be issued again; with `keep_tokens` parked, its deadline stands."""
-        record = self._find(group)
-        self._unready(record)
-        record.place = _Place.LOST
+        record = self._open.find(group)
+        self._open.unready(record)
+        record.place = Place.LOST
         if not (keep_tokens and record.has_tokens):
             record.has_tokens = False
-            self._move(record, None)
+            self._open.move(record, None)
 
     # --- the way to a batch --------------------------------------------------------------------------------------
 
@@ -239,10 +221,10 @@ class Gate:
         deadline until then is the earlier one. Raises GateError for a version older than the group was issued at: the
         holder broke its word, and the group can only be dropped.
         """
-        record = self._find(group)
-        if record.place is _Place.LOST:
+        record = self._open.find(group)
+        if record.place is Place.LOST:
             raise GateError(f"group {group} is without a replica: a report about it is stale")
-        if record.place is _Place.READY:
+        if record.place is Place.READY:
             raise GateError(f"group {group} is ready: its tokens are complete")
         deadline = oldest + self.max_staleness
         if record.deadline is not None and deadline < record.deadline:
@@ -251,25 +233,21 @@ class Gate:
         if self._published is None or oldest > self._published:
             raise GateError(f"group {group} has tokens of version {oldest}; the newest published is {self._published}")
         record.has_tokens = True
-        self._move(record, deadline)
+        self._open.move(record, deadline)
 
     def ready(self, group: int, oldest: int) -> None:
         """`group` can be trained; `oldest` is the oldest version among all its tokens. Errors as for `sampled`."""
         self.sampled(group, oldest)
-        record = self._open[group]
-        record.place = _Place.READY
-        self._count(self._ready, record.deadline, 1)
-        self._ready_total += 1
+        record = self._open.find(group)
+        self._open.make_ready(record)
         if self.spare:
             self._ready_ever += 1
             record.rank = self._ready_ever
 
     def drop(self, group: int, *, again: bool = False) -> None:
         """`group` leaves and frees its slot; with `again` its prompt comes back as another attempt."""
-        record = self._find(group)
-        self._unready(record)
-        self._move(record, None)
-        del self._open[group]
+        self._open.find(group)
+        self._open.remove(group)
         if again and self._to_come is not None:
             self._to_come += 1
 
@@ -296,13 +274,8 @@ class Gate:
         """Names the members of the next batch, or what it waits for."""
         if not self.can_commit():
             return self.blocked()
-        members = {group: self._open[group] for group in sorted(self._choose(self._next_size()))}
+        members = self._open.take(sorted(self._choose(self._next_size())))
         oldest = tuple((r.deadline or 0) - self.max_staleness for r in members.values())
-        for group, record in members.items():
-            self._count(self._ready, record.deadline, -1)
-            self._count(self._counted, record.deadline, -1)
-            del self._open[group]
-        self._ready_total -= len(members)
         surplus = tuple(sorted(self._open)) if self.spare else ()
         for group in surplus:
             self.drop(group, again=True)
@@ -316,7 +289,7 @@ class Gate:
         rows = (
             (record.deadline, record.rank, group)
             for group, record in self._open.items()
-            if record.place is _Place.READY and record.deadline is not None
+            if record.place is Place.READY and record.deadline is not None
         )
         return [group for *_, group in heapq.nsmallest(size, rows)]
 
@@ -330,11 +303,7 @@ class Gate:
             raise GateError(f"groups {strangers} are not members of batch {batch}")
         self._next -= 1
         del self._unpublished[batch]
-        for group, record in self._ahead.items():
-            self._open[group] = record
-            self._count(self._counted, record.deadline, 1)
-            self._count(self._ready, record.deadline, 1)
-        self._ready_total += len(self._ahead)
+        self._open.put_back(self._ahead)
         self._ahead = None
         for group in lost:
             self.unassign(group)
@@ -386,6 +355,11 @@ class Gate:
         left = self._batches_left(following)
         return self.batch_size * (in_time if left is None else min(in_time, left))
 
+    def _deadline_at(self, record: Group, version: int) -> int:
+        """The deadline of a group once a replica at `version` has it: that replica may sample with no older version."""
+        deadline = version + self.max_staleness
+        return min(deadline, record.deadline) if record.has_tokens and record.deadline is not None else deadline
+
     def _refuse_move(self, old: int | None, new: int) -> Refusal | None:
         """Checks the inequality as if one more group (one that had deadline `old`) had deadline `new`."""
         if old == new:
@@ -393,8 +367,9 @@ class Gate:
         if new < self._next:
             return Refusal.VERSION
         n = 0
-        for deadline in sorted({*self._counted, new}):
-            n += self._counted.get(deadline, 0) + (deadline == new) - (deadline == old)
+        due = self._open.due
+        for deadline in sorted({*due, new}):
+            n += due.get(deadline, 0) + (deadline == new) - (deadline == old)
             if deadline >= new and n > self._capacity(deadline, self._next) + self.spare:
                 return Refusal.STALENESS
         return None
@@ -404,9 +379,10 @@ class Gate:
         if self.spare:
             return None  # what the commit leaves over is dropped
         n = ready = 0
-        for deadline in sorted(self._counted):
-            n += self._counted[deadline]
-            ready += self._ready.get(deadline, 0)
+        due, due_ready = self._open.due, self._open.due_ready
+        for deadline in sorted(due):
+            n += due[deadline]
+            ready += due_ready.get(deadline, 0)
             if n - ready > self._capacity(deadline, self._next + 1):
                 return deadline
         return None
@@ -417,7 +393,7 @@ class Gate:
         return min(self.batch_size, len(self._open) + self._to_come)
 
     def _missing(self) -> int:
-        return max(0, self._next_size() - self._ready_total)
+        return max(0, self._next_size() - self._open.ready)
 
     def blocked(self) -> Blocked:
         """What the next commit waits for; meaningful where `can_commit` is false."""
@@ -427,55 +403,11 @@ class Gate:
             return Blocked(self._next, Wait.END)
         missing, unmet = self._missing(), self._first_unmet_deadline()
         to_come = min(self.free_slots, self._room(), math.inf if self._to_come is None else self._to_come)
-        outstanding = len(self._open) - self._ready_total
+        outstanding = len(self._open) - self._open.ready
         if missing and outstanding + to_come <= missing:
             # Nothing else could fill the batch: every group on its way is waited for.
             return Blocked(self._next, Wait.READY, missing, outstanding, self.outstanding())
         if unmet is not None:
-            due = self._on_their_way(unmet)
+            due = self._open.on_their_way(unmet)
             return Blocked(self._next, Wait.DUE, missing, len(due) - self._capacity(unmet, self._next + 1), due)
         return Blocked(self._next, Wait.READY, missing)
-
-    # --- bookkeeping ---------------------------------------------------------------------------------------------
-
-    def _find(self, group: int) -> _Group:
-        record = self._open.get(group)
-        if record is None:
-            raise GateError(f"group {group} is not open: never issued, committed or dropped")
-        return record
-
-    def _deadline_at(self, record: _Group, version: int) -> int:
-        """The deadline of a group once a replica at `version` has it: that replica may sample with no older version."""
-        deadline = version + self.max_staleness
-        return min(deadline, record.deadline) if record.has_tokens and record.deadline is not None else deadline
-
-    def _move(self, record: _Group, deadline: int | None) -> None:
-        self._count(self._counted, record.deadline, -1)
-        self._count(self._counted, deadline, 1)
-        record.deadline = deadline
-
-    def _unready(self, record: _Group) -> None:
-        if record.place is _Place.READY:
-            self._count(self._ready, record.deadline, -1)
-            self._ready_total -= 1
-            record.place = _Place.HELD
-
-    @staticmethod
-    def _count(counts: dict[int, int], deadline: int | None, change: int) -> None:
-        if deadline is None:
-            return
-        left = counts.get(deadline, 0) + change
-        if left:
-            counts[deadline] = left
-        else:
-            del counts[deadline]
-
-    def _on_their_way(self, deadline: int | None) -> tuple[int, ...]:
-        """Open groups that are not ready and, where `deadline` is given, due by then; least (deadline, id) first."""
-        rows = (
-            (record.deadline is None, record.deadline or 0, group)
-            for group, record in self._open.items()
-            if record.place is not _Place.READY
-            and (deadline is None or (record.deadline is not None and record.deadline <= deadline))
-        )
-        return tuple(group for _, _, group in sorted(rows))

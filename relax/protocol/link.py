@@ -1,9 +1,10 @@
 """The way out: one DEALER socket per peer, so that no peer can hold up the messages to another.
 
 Tells are numbered and kept until the peer's cumulative acknowledgement covers them. What is lost is found by asking,
-not by guessing from a clock: a link that waits without progress sends a probe, and since a connection keeps its order,
-everything sent before the probe has arrived before it or never will. So a busy peer is never sent a message twice,
-however large, and one that was absent or restarted is caught up from the first message that it did not acknowledge.
+not by guessing from a clock: a link whose oldest tell or ask stays open sends a probe, and since a connection keeps its
+order, everything sent before the probe has arrived before it or never will. So a busy peer is never sent a message
+twice, however large, and one that was absent or restarted is caught up from the first message that it did not
+acknowledge.
 """
 
 import asyncio
@@ -78,8 +79,8 @@ class Link:
         self._next_ask = 1
         self.ask_room = asyncio.Semaphore(core.bounds.asks)
         self._timer: asyncio.TimerHandle | None = None
-        self._progress = False
         self._interval = core.bounds.probe
+        self._watched = (0, 0)
         self._probe_due = False
         self._handshakes: Handshakes | None = None
         self._no_connection = ""  # why the last one failed; empty once something was heard
@@ -218,7 +219,12 @@ class Link:
 
     # --- finding out what was lost -----------------------------------------------------------------------------------
 
+    def _oldest(self) -> tuple[int, int]:
+        """The tell and the ask that have been open longest; 0 where there is none."""
+        return self.acked + 1 if self.unacked else 0, min(self.asks, default=0)
+
     def _arm(self) -> None:
+        self._watched = self._oldest()
         self._timer = self.core.loop.call_later(self._interval, self._tick)
 
     def _tick(self) -> None:
@@ -226,8 +232,8 @@ class Link:
         if not self.unacked and not self.asks:
             self._interval = self.core.bounds.probe
             return
-        if self._progress:
-            self._progress = False
+        # Each is looked at by itself: that others are acknowledged and answered says nothing of one that was lost.
+        if not any(now and now == then for now, then in zip(self._oldest(), self._watched, strict=True)):
             self._interval = self.core.bounds.probe
         else:
             self._interval = min(2 * self._interval, self.core.bounds.probe_max)
@@ -284,7 +290,6 @@ class Link:
             self.bytes -= parcel.size
             if not parcel.done.done():
                 parcel.done.set_result(None)
-            self._progress = True
         self.limit = envelope.base
         # A gap, or a probe that overtook what was sent before it: all behind `upto` is lost, or was not acceptable.
         if upto < self.sent and (envelope.flags & URGENT or (type(probe) is int and upto < probe)):
@@ -303,7 +308,6 @@ class Link:
         if parcel is None or parcel.done.done():
             self.core.counters["duplicates"] += 1
             return
-        self._progress = True
         try:
             if envelope.act == NOTHING:
                 parcel.done.set_result(None)
@@ -333,7 +337,11 @@ class Link:
             return
         # A refused tell stays in its window: the acknowledgement behind this covers it.
         number = envelope.number
-        refused = self.unacked.get(number) if envelope.base == TELL else self.asks.pop(number, None)
+        if envelope.base == TELL:
+            refused = self.unacked.get(number)
+        else:
+            refused = self.asks.pop(number, None)
+            self._unsent_asks.pop(number, None)
         if refused is not None:
             refused.fail(PeerRefused(str(self.peer), refused.kind, problem))
 

@@ -4,7 +4,8 @@ A message is small and frozen. Tensors travel as a `Payload` (relax/protocol/ten
 that is a field itself travels raw, in the first frame when it is small, in one of its own otherwise. `tell` messages
 are retried until acknowledged and may arrive after the truth moved on: whatever carries a `Lease` is accepted by
 compare-and-set against the ledger, so a duplicate or a zombie is harmless. `ask` messages name their reply in the
-comment.
+comment. A reply and a tell overtake each other, so no fact is told in both: of two that differ, the older one could be
+heard last.
 """
 
 import numpy as np
@@ -70,11 +71,10 @@ class Register:
     options: dict[str, str]  # resolved options as JSON values: a service started with others is refused
 
 
-# controller -> service, reply to Register.
+# controller -> service, reply to Register. Who the members are, itself among them, it is told like all others.
 @message
 class Registered:
     num_batches: int | None  # None while the end of the data is unknown
-    members: tuple[Member, ...]
 
 
 # controller -> every service, whenever the registry changes.
@@ -83,7 +83,8 @@ class Members:
     members: tuple[Member, ...]
 
 
-# service -> controller, every heartbeat interval. `counters` only grow: seconds waited by reason, tokens generated, ...
+# service -> controller, every heartbeat interval. `counters` only grow: seconds waited by reason (`wait/...`), tokens
+# generated, ... A run in which neither an activity nor a counter of work changes does not get on.
 # `gauges` are as they were measured last: `rss_bytes`, the resident memory of the service and its children.
 # Reply: HeartbeatReceived.
 @message

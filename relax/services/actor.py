@@ -62,7 +62,6 @@ class Actor(Trainer):
         metrics.sum("perf/trainer_wait_s/payload", taken.held_up(waited))
         metrics.sum("perf/train_s", seconds)
         metrics.update(self.publishing.take())
-        metrics.sum("perf/response_tokens", int(taken.tensors.response_lens.sum()))
 
     async def ended(self, batch: int) -> None:
         if (batch + 1) % self.options.update_weights_interval == 0:
@@ -84,9 +83,9 @@ class Actor(Trainer):
 
         return await self.model.read(staged.place, publish)
 
-    def _published(self, staged: Staged, manifest: Manifest) -> None:
+    async def _published(self, staged: Staged, manifest: Manifest) -> None:
         self.counters["published"] = staged.version
-        self.report(Published(staged.version, manifest.to_json()))
+        await self.tell(self.context.controller, Published(staged.version, manifest.to_json()))
 
     async def on_fetch_chunk(self, message: FetchChunk, sender: Any) -> Chunk:
         data = await asyncio.to_thread(self.store.read_chunk, message.digest)

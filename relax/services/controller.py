@@ -19,7 +19,7 @@ from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
 from relax.gate.gate import Gate
-from relax.gate.verdicts import GateError
+from relax.gate.verdicts import GateError, Wait
 from relax.ledger.book import GroupBook
 from relax.ledger.revived import Revived
 from relax.ledger.states import LedgerError
@@ -57,7 +57,7 @@ from relax.protocol.messages import (
 from relax.services.control.batches import Batches
 from relax.services.control.deaths import Deaths
 from relax.services.control.groups import Groups
-from relax.services.control.health import trouble
+from relax.services.control.health import nothing_trained, trouble
 from relax.services.control.issue import Issue
 from relax.services.control.opening import open_ledger, open_prompts
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
@@ -248,11 +248,11 @@ class Controller(Service):
             self._ended_life(held, f"was started again as pid {message.pid}", now)
         self.registry.register(message, now)
         self.log.info("member_joined", member=member.name, role=member.role, node=message.node, pid=message.pid)
-        self._members_are(but=member.name)
+        self._members_are()
         if member.role == "rollout":
             self.weights.announce(self.replicas.joined(member))
         self._woken.set()
-        return Registered(self.num_batches, self.registry.members())
+        return Registered(self.num_batches)
 
     def _ended_life(self, entry: Entry, how: str, now: float) -> None:
         """A member is one no more: its groups come again, and so may its next life. Raises ServiceError, and ends the
@@ -286,20 +286,19 @@ class Controller(Service):
         self.batches.withdrawn(asked, held)
         self._woken.set()
 
-    def _members_are(self, but: str = "") -> None:
-        """Everybody learns who is a member now, except the one `but` who is told otherwise."""
+    def _members_are(self) -> None:
+        """Everybody learns who is a member now."""
         members = self.registry.members()
         self.learn(members)
         for member in members:
-            if member.name != but:
-                self.send(member.endpoint, Members(members))
+            self.send(member.endpoint, Members(members))
 
     async def on_heartbeat(self, message: Heartbeat, sender: Any) -> HeartbeatReceived:
         entry = self.registry.entries.get(message.name)
-        before = entry and (entry.activity, entry.counters)
+        before = entry and entry.work
         if not self.registry.beat(message, time.monotonic()):
             raise ServiceError(f"{message.name} ({message.incarnation}) is not a member of this run")
-        if before != (message.activity, message.counters):
+        if entry is not None and entry.work != before:
             self._moved = time.monotonic()
         return HeartbeatReceived()
 
@@ -350,11 +349,17 @@ class Controller(Service):
                 now=now,
                 started=self._started_at,
                 moved=self._moved,
-                waits=lambda: str(self.gate.blocked()),
+                waits=self._waits,
             )
             if found is not None:
                 raise ServiceError(found)
             self._woken.set()
+
+    def _waits(self) -> str:
+        """What the next batch waits for, and where it was heard of last."""
+        blocked = self.gate.blocked()
+        groups = blocked.groups or (self.gate.outstanding() if blocked.wait is Wait.READY else ())
+        return f"{blocked} ({self.groups.whereabouts(groups)})" if groups else str(blocked)
 
     async def _tell_status(self) -> None:
         while True:
@@ -406,6 +411,8 @@ class Controller(Service):
         # A resume may have nothing left to train; the actor can be told so once it is there.
         at_work = self.gate.published_version is not None
         if at_work and self.gate.finished and self.gate.version == self.gate.next_batch:
+            if self.gate.version == 0:
+                raise ServiceError(nothing_trained(self.book.conservation()))
             self._finishing = True
             self.spawn(self._finish(), "finish")
 

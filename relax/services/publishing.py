@@ -36,14 +36,14 @@ class Publishing:
     the version under way is in one of them, and the other is free or holds what is overtaken.
 
     Belongs to one event loop. `stage(place)` copies the present weights, `publish(staged)` stores one version,
-    `tell(staged, manifest)` hears of each in order.
+    `tell(staged, manifest)` makes each known, in order; what is known is published.
     """
 
     def __init__(
         self,
         stage: Callable[[int], Awaitable[None]],
         publish: Callable[[Staged], Awaitable[Manifest]],
-        tell: Callable[[Staged, Manifest], None],
+        tell: Callable[[Staged, Manifest], Awaitable[None]],
     ) -> None:
         self.published = Milestone()
         self.offered = -1
@@ -82,7 +82,7 @@ class Publishing:
                 manifest = await self._publish(staged)
                 self._under_way = None
                 self._metrics.mean("perf/publish_s", time.monotonic() - staged.since, 1)
-                self._tell(staged, manifest)
+                await self._tell(staged, manifest)
                 self.published.reach(staged.version)
 
     def take(self) -> dict[str, Metric]:

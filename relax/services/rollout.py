@@ -18,6 +18,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from relax.engines.base import BadResult, Request, RequestRefused, Result
@@ -42,7 +43,9 @@ from relax.protocol.tensors import TensorError
 from relax.services import sampling
 from relax.services.chunks import weight_agent
 from relax.services.groups import pull_group
+from relax.services.held_draws import Draw, HeldDraws
 from relax.services.service import Context, Service, ServiceError
+from relax.services.token_count import TokenCount
 from relax.services.versions import oldest_version
 from relax.weights.errors import NotStored
 from relax.weights.manifest import Manifest
@@ -50,20 +53,8 @@ from relax.weights.manifest import Manifest
 # How long the controller may take to hear that this replica leaves. At the end of a run it may be gone already, and the
 # launcher's promise of an end covers this too.
 LEAVE_SECONDS = 2.0
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Draw:
-    """A group that this replica has not finished: its samples as they came, and what the engine draws of them."""
-
-    order: GroupOrder
-    samples: list[Result]
-    requests: list[Request]
-    futures: Sequence[asyncio.Future[Result]] = ()
-
-    def cancel(self) -> None:
-        for future in self.futures:
-            future.cancel()
+# How often the tokens of running samples are counted.
+COUNT_SECONDS = 1.0
 
 
 class Rollout(Service):
@@ -74,9 +65,8 @@ class Rollout(Service):
         self.engine = make_engine(context.engine, self.options, context.index)
         self.newest: Manifest | None = None  # announced
         self.leaving = False
-        self.queued: dict[int, Draw] = {}  # group -> its draw, until admission opens
-        self.running: dict[int, Draw] = {}  # group -> its draw, in the engine
-        self.pulling: dict[int, GroupOrder] = {}  # group -> its order, until what is parked of it is here
+        self.draws = HeldDraws()
+        self.tokens = TokenCount()
         self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
         self._admission = asyncio.Event()  # set while samples may start
         self._drained = asyncio.Event()  # set while nothing runs
@@ -95,18 +85,32 @@ class Rollout(Service):
         adopt("transformers")  # imported by the engine, with a handler of its own
         self.agent = weight_agent(self)
         self.spawn(self._watch_engine(), "engine")
+        self.spawn(self._count_tokens(), "tokens")
         self.spawn(self._follow_versions(), "weights")
         self._settle()
 
     def holds(self) -> Iterable[Lease]:
-        drawn = [draw.order.lease for held in (self.queued, self.running) for draw in held.values()]
-        return [*drawn, *(order.lease for order in self.pulling.values())]
+        return self.draws.leases()
 
     async def release(self) -> None:
         await self.engine.shutdown()
 
     async def _watch_engine(self) -> None:
         raise ServiceError(await self.engine.died)
+
+    async def _count_tokens(self) -> None:
+        """Every token is a sign that the engine gets on, to the watchdog and, with the counters, to the controller."""
+        while True:
+            if self.tokens.sees(self.engine.tokens()):
+                self.watchdog.moved()
+            self.counters["tokens"] = self.tokens.total
+            await asyncio.sleep(COUNT_SECONDS)
+
+    def _sample_ended(self, request: Request, future: asyncio.Future[Result]) -> None:
+        drew = not future.cancelled() and future.exception() is None
+        self.tokens.ended(request.id, len(future.result().token_ids) if drew else 0)
+        self.counters["tokens"] = self.tokens.total
+        self.watchdog.moved()
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -115,7 +119,7 @@ class Rollout(Service):
             self._cancel(order.lease.group, order.lease.fence)
         elsewhere = [order for order in message.orders if order.parked is not None and order.parked.arrays is None]
         for order in elsewhere:
-            self.pulling[order.lease.group] = order
+            self.draws.pulling[order.lease.group] = order
             self.spawn(self._pull(order), f"pull group {order.lease.group}")
         self._take([order for order in message.orders if order not in elsewhere], message.together)
 
@@ -124,11 +128,11 @@ class Rollout(Service):
         begun = [draw for order in orders if (draw := self._begin(order)) is not None]
         draws = [draw for draw in begun if draw.requests]
         for draw in draws:
-            self.queued[draw.order.lease.group] = draw
+            self.draws.queued[draw.group] = draw
         for draw in begun:
             if not draw.requests:
-                self.running[draw.order.lease.group] = draw
-                self.spawn(self._pass_on(draw), f"group {draw.order.lease.group}")
+                self.draws.running[draw.group] = draw
+                self.spawn(self._pass_on(draw), f"group {draw.group}")
         if self.leaving:
             self._hand_back_queued()
         elif draws:
@@ -143,15 +147,15 @@ class Rollout(Service):
             except Refused as error:
                 self.report(Rejected(lease, self.role, "bad_parked_group", str(error)))
                 arrays = None
-            if self.pulling.get(lease.group) is not order:  # released meanwhile
+            if self.draws.pulling.get(lease.group) is not order:  # released meanwhile
                 return
-            del self.pulling[lease.group]
+            del self.draws.pulling[lease.group]
             if arrays is not None:
                 self._take([dataclasses.replace(order, parked=Payload.inline(arrays))], together=False)
 
     async def _pass_on(self, draw: Draw) -> None:
         """All of it was sampled before."""
-        if self._runs(draw):
+        if self.draws.runs(draw):
             self._done(draw)
             with self.working_on(draw.order.lease):
                 await self._finish(draw.order, draw.samples)
@@ -166,9 +170,7 @@ class Rollout(Service):
 
     async def _sample(self, draws: Sequence[Draw], together: bool) -> None:
         await self._admission.wait()
-        draws = [draw for draw in draws if self.queued.get(draw.order.lease.group) is draw]
-        for draw in draws:
-            self.running[draw.order.lease.group] = self.queued.pop(draw.order.lease.group)
+        draws = self.draws.admitted(draws)
         self._settle()
         futures: Sequence[asyncio.Future[Result]] = ()
         while draws:
@@ -178,13 +180,13 @@ class Rollout(Service):
             except RequestRefused as error:
                 refused = next(draw for draw in draws if any(r.id == error.request for r in draw.requests))
                 self._reject(refused, "refused", str(error))
-                draws = [draw for draw in draws if self._runs(draw)]
+                draws = [draw for draw in draws if self.draws.runs(draw)]
         for draw in draws:
             draw.futures, futures = futures[: len(draw.requests)], futures[len(draw.requests) :]
-            for future in draw.futures:
-                future.add_done_callback(lambda _: self.watchdog.moved())
-            if self._runs(draw):
-                self.spawn(self._collect(draw), f"group {draw.order.lease.group}")
+            for request, future in zip(draw.requests, draw.futures, strict=True):
+                future.add_done_callback(partial(self._sample_ended, request))
+            if self.draws.runs(draw):
+                self.spawn(self._collect(draw), f"group {draw.group}")
             else:  # released while the engine took it
                 draw.cancel()
         if self.leaving:
@@ -193,7 +195,7 @@ class Rollout(Service):
     async def _collect(self, draw: Draw) -> None:
         with self.watchdog.work():
             results = await asyncio.gather(*draw.futures, return_exceptions=True)
-        if not self._runs(draw):
+        if not self.draws.runs(draw):
             return
         if bad := next((r for r in results if isinstance(r, BadResult | RequestRefused)), None):
             self._reject(draw, "bad_result", str(bad))
@@ -201,7 +203,6 @@ class Rollout(Service):
         if error := next((r for r in results if isinstance(r, BaseException)), None):
             raise error
         drawn = [r for r in results if isinstance(r, Result)]
-        self.counters["tokens"] += sum(len(result.token_ids) for result in drawn)
         samples = sampling.joined(draw.samples, drawn)
         # From here to the report nothing is awaited: a `Serving` that does not name the group comes after it.
         self._done(draw)
@@ -241,25 +242,15 @@ class Rollout(Service):
 
     def _cancel(self, group: int, fence: int) -> None:
         """End what this replica still draws of a group under this fence or an older one. Nobody waits for it."""
-        order = self.pulling.get(group)
-        if order is not None and order.lease.fence <= fence:
-            del self.pulling[group]
-        for held in (self.queued, self.running):
-            draw = held.get(group)
-            if draw is not None and draw.order.lease.fence <= fence:
-                del held[group]
-                draw.cancel()
+        self.draws.end(group, fence)
         self._settle()
 
-    def _runs(self, draw: Draw) -> bool:
-        return self.running.get(draw.order.lease.group) is draw
-
     def _done(self, draw: Draw) -> None:
-        del self.running[draw.order.lease.group]
+        del self.draws.running[draw.group]
         self._settle()
 
     def _reject(self, draw: Draw, reason: str, detail: str) -> None:
-        if self._runs(draw):
+        if self.draws.runs(draw):
             self._done(draw)
             self.report(Rejected(draw.order.lease, self.role, reason, detail))
 
@@ -270,7 +261,7 @@ class Rollout(Service):
         if self.leaving or not self.members:
             super()._signalled(number)
             return
-        self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.queued) + len(self.running))
+        self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.draws.leases()))
         self.leaving = True
         self._settle()
         self.spawn(self._leave(number), "leave")
@@ -290,13 +281,13 @@ class Rollout(Service):
         await self._abort_running()
 
     def _hand_back_queued(self) -> None:
-        for draw in self.queued.values():
+        for draw in self.draws.queued.values():
             self._hand_back(draw.order, draw.samples)
-        self.queued.clear()
+        self.draws.queued.clear()
 
     async def _abort_running(self) -> None:
         """Their results come with what there is, and `_collect` hands them back."""
-        await self.engine.abort([request.id for draw in self.running.values() for request in draw.requests])
+        await self.engine.abort([request.id for draw in self.draws.running.values() for request in draw.requests])
 
     def _hand_back(self, order: GroupOrder, samples: Sequence[Result]) -> None:
         """Without `--partial-rollout` a sample that loses its engine starts anew: no tokens, no mixed versions."""
@@ -347,7 +338,7 @@ class Rollout(Service):
                 await self._go_on()
                 raise
             await self._go_on()
-        running = tuple(draw.order.lease for draw in self.running.values())
+        running = tuple(draw.order.lease for draw in self.draws.running.values())
         self.report(Serving(version, self.options.rollout_credit, running))
         if self.newest is manifest:
             self._admission.set()
@@ -367,14 +358,14 @@ class Rollout(Service):
 
         Start-up, before the first weights, is nobody's wait.
         """
-        (self._drained.clear if self.running else self._drained.set)()
+        (self._drained.clear if self.draws.running else self._drained.set)()
         if self._idle_for:
             self.counters[f"wait/{self._idle_for}"] += time.monotonic() - self._idle_since
         idle_for = ""
         if self._loading:
             assert self.newest is not None
             self.activity, idle_for = f"loading version {self.newest.tag.version}", "weights"
-        elif self.running:
+        elif self.draws.running:
             self.activity = "sampling"
         elif self.leaving:
             self.activity = "leaving"

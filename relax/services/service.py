@@ -182,7 +182,8 @@ class Service:
         self.log.info("service_ready", endpoint=self.mailbox.endpoint)
 
     async def join(self) -> None:
-        """Become a member: find the controller, register until it answers, then beat."""
+        """Become a member: find the controller, register until it answers, then beat. Returns when it is known who the
+        others are."""
         me = Register(
             member=Member(self.name, self.role, self.mailbox.endpoint, self.incarnation),
             node=self.context.node,
@@ -193,8 +194,9 @@ class Service:
         reply = await self.mailbox.ask(self.context.controller, me, deadline=self.options.startup_timeout)
         assert isinstance(reply, Registered)
         self.num_batches = reply.num_batches
-        self.learn(reply.members)
         self.spawn(self._beat(), "heartbeat")
+        while not self.members:  # whether the controller lives is the heartbeat's care
+            await self._members_changed.wait()
 
     async def _beat(self) -> None:
         while True:
@@ -319,7 +321,7 @@ class Service:
         def silent() -> None:
             nonlocal timer
             timer = loop.call_later(patience, silent)
-            self.counters["silent_peers"] += 1
+            self.counters["wait/silent_peer"] += patience
             kind = type(message).__name__
             self.log.warning("peer_is_silent", peer=self._name_of(endpoint), message_type=kind)
             if not any(member.endpoint == endpoint for member in self.members.values()):
@@ -368,14 +370,18 @@ class Service:
         return self._of_role[role]
 
     async def member(self, role: str, key: int = 0) -> Member:
-        """The member of a role that serves `key`; waits for the first one to join, at most the startup timeout."""
-        deadline = time.monotonic() + self.options.startup_timeout
+        """The member of a role that serves `key`; waits for the first one to join, at most the startup timeout.
+
+        The log names the role at every peer timeout until then."""
+        began, patience = time.monotonic(), self.options.startup_timeout
         while not (live := self.of_role(role)):
+            waited = time.monotonic() - began
+            if waited >= patience:
+                raise ServiceError(f"{self.name} waited {patience:g} s for a {role} service; none joined")
             try:
-                await asyncio.wait_for(self._members_changed.wait(), deadline - time.monotonic())
+                await asyncio.wait_for(self._members_changed.wait(), min(patience - waited, self.options.peer_timeout))
             except TimeoutError:
-                waited = self.options.startup_timeout
-                raise ServiceError(f"{self.name} waited {waited:g} s for a {role} service; none joined") from None
+                self.log.warning("nobody_of_role", role=role, waited=round(time.monotonic() - began, 1))
         return live[key % len(live)]
 
     @contextlib.contextmanager
@@ -425,16 +431,19 @@ class Service:
         self.end(128 + number)
 
     def learn(self, members: tuple[Member, ...]) -> None:
-        gone = {m.endpoint for m in self.members.values()} - {m.endpoint for m in members}
-        for endpoint in gone:
+        here = {m.endpoint for m in members}
+        for endpoint in {m.endpoint for m in self.members.values()} - here:
             self._forget(endpoint)
+        for endpoint in here.intersection(self._gone):  # a new life may be given the port of an old one
+            self._gone.remove(endpoint)
         self.members = {m.name: m for m in members}
         self._of_role = {}
         changed, self._members_changed = self._members_changed, asyncio.Event()
         changed.set()
 
     def _forget(self, endpoint: str) -> None:
-        self._gone.append(endpoint)
+        if endpoint not in self._gone:
+            self._gone.append(endpoint)
         self.mailbox.forget(endpoint)
 
     async def _on_inventory(self, message: Inventory, sender: Any) -> Holdings:

@@ -29,6 +29,8 @@ SERVICES = ("controller", "rollout-0", "rollout-1", "rollout-2", "reward-0", "re
 # A third each of one message in a hundred.
 TROUBLE = "drop=0.0033,duplicate=0.0033,delay=0.0034,delay_s=0.3"
 PEER_TIMEOUT = 8.0
+# Of each service's log, where a test fails.
+LOG_LINES = 25
 OPTIONS: dict[str, Any] = {
     "services": {
         "rollout": {"engine": "simulated", "replicas": 3},
@@ -70,9 +72,18 @@ class Chaos:
     def wait(self, condition: Callable[[], Any], what: str, patience: float = 120.0) -> None:
         end = time.monotonic() + patience
         while not condition():
-            assert self.process.poll() is None, f"the run ended while {what} was waited for\n{self.output.read_text()}"
-            assert time.monotonic() < end, f"waited {patience} s for {what}\n{self.output.read_text()}"
+            assert self.process.poll() is None, f"the run ended while {what} was waited for"
+            assert time.monotonic() < end, f"waited {patience} s for {what}"
             time.sleep(0.05)
+
+    def story(self) -> str:
+        """What can be told of the run when its directory is gone: its output, how it stands, the end of every log."""
+        look = [sys.executable, tiny_run.ROOT / "bin" / "relax-status", self.directory]
+        status = subprocess.run(look, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        parts = {"output": self.output.read_text(), "relax-status": status.stdout}
+        for path in sorted(self.directory.glob("logs/*")):
+            parts[path.name] = "\n".join(path.read_text(errors="replace").splitlines()[-LOG_LINES:])
+        return "\n".join(f"--- {name}\n{text}" for name, text in parts.items())
 
     def wait_for_batches(self, count: int) -> None:
         self.wait(lambda: self.trained() >= count, f"{count} batches", 240.0)
@@ -127,7 +138,7 @@ class Chaos:
 
     def end(self, patience: float) -> None:
         code = self.process.wait(patience)
-        assert code == 0, self.output.read_text()
+        assert code == 0
         book, trained = Book.read(self.directory / "ledger.sqlite"), trained_by_the_actor(self.directory)
         assert book.balance.holds and book.balance.trained == self.batches * BATCH
         assert {group for group, _ in book.of("trained")} == set(trained)
@@ -149,6 +160,9 @@ def chaos(folder: Path, batches: int, seed: int) -> Iterator[Chaos]:
     it = Chaos(folder, batches, seed)
     try:
         yield it
+    except BaseException as error:
+        error.add_note(it.story())
+        raise
     finally:
         if it.process.poll() is None:
             it.process.terminate()

@@ -27,6 +27,7 @@ from relax.protocol.messages import (
     Lease,
     Leaving,
     Member,
+    Members,
     Register,
     Registered,
     Rejected,
@@ -138,7 +139,9 @@ class Stage:
 
     async def _on_register(self, message: Register, sender: Any) -> Registered:
         self._joined[message.member.name].set()
-        return Registered(None, (message.member, Member("reward-0", "reward", self.mailbox.endpoint, "0")))
+        members = Members((message.member, Member("reward-0", "reward", self.mailbox.endpoint, "0")))
+        self.mailbox.tell_nowait(message.member.endpoint, members)
+        return Registered(None)
 
     async def _on_heartbeat(self, message: Heartbeat, sender: Any) -> HeartbeatReceived:
         return HeartbeatReceived()

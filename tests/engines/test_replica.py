@@ -38,7 +38,7 @@ def test_a_replica_under_continuous_load_drains_and_loads(tied: Rig, monkeypatch
             load = asyncio.create_task(keep_busy())
             for seed in (231, 232, 233):
                 await tied.steps(30)
-                assert replica.running
+                assert replica.draws.running
                 assert (await stage.serve(replica, tied.publish(seed))).running == ()
             busy = False
             await load
@@ -75,7 +75,7 @@ def test_with_partial_rollout_groups_go_on_through_updates(tied: Rig, monkeypatc
                     check(versions, prompt(20, group), tokens, logprobs, runs)
             kinds = [type(m) for _, m in stage.told]
             assert kinds.index(Sampled) > len(kinds) - 1 - kinds[::-1].index(Serving)
-            assert not replica.running and tied.engine.running == 0
+            assert not replica.draws.running and tied.engine.running == 0
 
     tied.run(scenario())
 
@@ -94,7 +94,7 @@ def test_a_group_parked_at_one_replica_goes_on_at_another(tied: Rig, monkeypatch
             await stage.generate(leaving, order(6))  # was on its way
             words = [await stage.of_group((HandedBack, Sampled), group) for group in range(7)]
             back = {word.lease.group: word for word in words if isinstance(word, HandedBack)}
-            assert tied.engine.running == 0 and not leaving.running and not leaving.queued
+            assert tied.engine.running == 0 and not leaving.draws.running and not leaving.draws.queued
             assert back.pop(6).payload is None and back
             assert await stage.shutdown(leaving) == 0
 
@@ -140,7 +140,7 @@ def test_without_partial_rollout_groups_are_handed_back_without_tokens(tied: Rig
             await stage.announce(replica, tied.publish(261))
             await stage.generate(replica, order(3))
             await tied.steps(3)
-            assert list(replica.queued) == [3]
+            assert list(replica.draws.queued) == [3]
             replica._signalled(15)
             for group in (2, 3):
                 word = await stage.of_group(HandedBack, group)
@@ -167,7 +167,7 @@ def test_a_released_group_that_still_runs_is_cancelled_and_never_heard_of_again(
             assert (await stage.sampled(1, fence=2)).response_lens.tolist() == [200] * 4
             assert {m.lease.fence for m in stage.about(1)} == {2}
             # Nothing is left in the engine, and the replica counts nothing: an update finds it drained.
-            assert not replica.running and tied.engine.running == 0
+            assert not replica.draws.running and tied.engine.running == 0
             await stage.serve(replica, tied.publish(271))
 
     tied.run(scenario())

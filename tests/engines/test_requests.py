@@ -75,12 +75,16 @@ def test_requests_of_one_submission_are_queued_before_the_first_step(tied: Rig) 
 def test_abort_gives_what_there_is(tied: Rig) -> None:
     async def scenario() -> Result:
         (future,) = await tied.engine.submit([request("victim", max_tokens=236)])
-        await asyncio.sleep(0.03)
+        await tied.steps(5)
+        seen = tied.engine.tokens()
+        assert seen["victim"] > 0
+        await tied.steps(5)
+        assert tied.engine.tokens()["victim"] > seen["victim"], "they are told as they come"
         await tied.engine.abort(["victim", "unknown"])
         return await future
 
     result = tied.run(scenario())
-    assert result.finish_reason == "abort"
+    assert result.finish_reason == "abort" and tied.engine.tokens() == {}
     assert 0 < len(result.token_ids) < 236
     assert sum(n for _, n in result.runs) == len(result.logprobs) == len(result.token_ids)
     assert tied.engine.running == 0

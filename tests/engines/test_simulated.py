@@ -69,8 +69,8 @@ def in_time(tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def request(name: str, max_tokens: int = 1000, seed: int = 1) -> Request:
-    return Request(name, np.arange(4, 10, dtype=np.int32), max_tokens, seed=seed)
+def request(name: str, max_tokens: int = 1000, seed: int | None = 1, prompt: np.ndarray | None = None) -> Request:
+    return Request(name, np.arange(4, 10, dtype=np.int32) if prompt is None else prompt, max_tokens, seed=seed)
 
 
 def now() -> float:
@@ -181,7 +181,7 @@ def test_a_cancelled_sample_frees_its_slot_at_once(in_time) -> None:
         await asyncio.sleep(0.5)
         first.cancel()
         times = await ends([third])
-        assert engine.running == 0
+        assert engine.running == 0 and engine.tokens() == {}
         return times
 
     assert in_time(scene) == [1.5]
@@ -191,6 +191,7 @@ def test_an_aborted_sample_gives_what_it_has(in_time) -> None:
     async def scene(engine: SimulatedEngine, publish: Any) -> list[Result]:
         futures = await engine.submit([request("a"), request("queued"), request("b")])
         await asyncio.sleep(0.45)
+        assert engine.tokens() == {"a": 4, "queued": 0, "b": 0}
         await engine.abort(["a", "queued", "unknown"])
         assert (await ends(futures))[-1] == 1.45
         return [future.result() for future in futures]
@@ -218,8 +219,17 @@ def test_an_engine_without_weights_samples_nothing() -> None:
 def test_requests_that_cannot_be_served_are_refused(in_time) -> None:
     async def scene(engine: SimulatedEngine, publish: Any) -> None:
         await engine.submit([request("a")])
-        for refused in (request("a"), request("b", max_tokens=0), request("c", max_tokens=10_000)):
-            with pytest.raises(RequestRefused, match=f"request {refused.id}"):
+        beyond = np.array([1 << 20], np.int32)
+        for refused, why in (
+            (request("a"), "already running"),
+            (request("fine"), "already running"),
+            (request("b", max_tokens=0), "at least 1"),
+            (request("c", max_tokens=10_000), "do not fit"),
+            (request("d", prompt=beyond), "outside the model's vocabulary"),
+            (request("e", prompt=beyond[:0]), "empty prompt"),
+            (request("f", seed=None), "no seed"),
+        ):
+            with pytest.raises(RequestRefused, match=f"request {refused.id}.*{why}"):
                 await engine.submit([request("fine"), refused])
         assert engine.running == 1, "all of a call or none"
 

@@ -115,9 +115,9 @@ class TrustsParkedGroups(Gate):
         return record.deadline if record.has_tokens else super()._deadline_at(record, version)
 
     def sampled(self, group: int, oldest: int) -> None:
-        record = self._open[group]
+        record = self._open.find(group)
         if record.deadline is not None and oldest + self.max_staleness < record.deadline:
-            self._move(record, oldest + self.max_staleness)
+            self._open.move(record, oldest + self.max_staleness)
         super().sampled(group, oldest)
 
 
@@ -134,7 +134,7 @@ class KeepsTheSurplus(Gate):
 class TakesSparesByTheirId(Gate):
     def ready(self, group: int, oldest: int) -> None:
         super().ready(group, oldest)
-        self._open[group].rank = 0
+        self._open.find(group).rank = 0
 
 
 class SparesWithoutEnd(Gate):

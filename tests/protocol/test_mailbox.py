@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from relax.protocol.core import Bounds
+from relax.protocol.envelope import ACK, ASK, HEAD, MAGIC, NAMES, REPLY, TELL
 from relax.protocol.errors import (
     EncodeError,
     MailboxClosed,
@@ -195,6 +196,56 @@ def test_lost_doubled_and_delayed_messages_change_nothing(sockets, seed):
             assert sorted(asked) == list(range(200)), "an ask was handled twice"
             assert b.counters["duplicates"] > 0 and a.counters["repeated"] > 0
             assert min(f.injected for f in faults) > 20
+
+    run(work())
+
+
+class OneLost(Faults):
+    """Loses the first message of an act, and no other."""
+
+    def __init__(self, act: int) -> None:
+        super().__init__(0)
+        self.act = act
+
+    def send(self, frames, send) -> bool:
+        first = next(bytes(frame) for frame in frames if bytes(frame[: len(MAGIC)]) == MAGIC)
+        if not self.injected and HEAD.unpack_from(first)[1] == self.act:
+            self.injected += 1
+            return True
+        return send(frames)
+
+
+@pytest.mark.parametrize("act", [TELL, ASK, ACK, REPLY], ids=lambda act: NAMES[act])
+def test_what_is_lost_is_made_up_for_while_others_of_the_same_peer_go_on(sockets, act):
+    """A tell is lost, or its acknowledgement, and asks are answered all the time; or the other way round."""
+
+    async def work():
+        seen = Collector()
+        # The clock of the link is the test's: between two looks of it another message always comes through.
+        lost, bounds = OneLost(act), Bounds(probe=1e6, probe_max=1e6)
+        a, b = (mailbox(name, f"ipc://{sockets}/{name}", faults=lost, bounds=bounds) for name in "ab")
+        b.on(Note, seen)
+        b.on(Question, double)
+
+        def tell(number):
+            return a.tell(b.endpoint, Note(number), 20.0)
+
+        def ask(number):
+            return a.ask(b.endpoint, Question(number), 20.0)
+
+        it, other = (tell, ask) if act in (TELL, ACK) else (ask, tell)
+        async with opened(a, b):
+            waiting = asyncio.create_task(it(0))
+            await until(lambda: lost.injected)
+            link = a._links[b.endpoint]
+            for number in range(1, 4):
+                await other(number)
+                link._timer.cancel()
+                link._tick()
+            assert await waiting == (None if it is tell else Reply(0))
+            assert lost.injected == 1 and a.counters["probes"] < 4
+            if it is tell:
+                assert seen.numbers == [0]
 
     run(work())
 

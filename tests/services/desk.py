@@ -33,8 +33,6 @@ from relax.services.controller import Controller
 from relax.services.service import Context, shared_options
 from relax.weights.manifest import Manifest, WeightTag, set_digest
 
-REPORT = {"perf/response_tokens": ("sum", 5.0, 1.0)}
-
 
 class Prompts:
     """A stream of `count` prompts."""
@@ -123,7 +121,7 @@ class Desk(Controller):
         self.batches.started(Started(batch, self.batches._commits[batch]), sender("actor-0"))
 
     def trained(self, batch: int, name: str = "actor-0") -> None:
-        self.batches.trained(Trained(batch, REPORT), sender(name))
+        self.batches.trained(Trained(batch, {}), sender(name))
 
     def committed(self) -> list[Assemble]:
         return [message for _, message in self.take(Assemble)]

@@ -34,6 +34,39 @@ def test_groups_that_are_all_filtered_end_the_run_with_the_reason(tmp_path: Path
         filter_group(it, group)
 
 
+def test_a_run_whose_data_is_all_filtered_before_there_is_a_batch_fails_and_says_so(tmp_path: Path) -> None:
+    it = desk(tmp_path, prompts=3, rollout_batch_size=2, num_rollout=None, num_epoch=1)
+    for _ in range(2):
+        filter_group(it, next_group(it))
+    it.turn()
+    it.groups.rejected(rejected(it, 2), sender("reward-0"))
+    filter_group(it, next_group(it))
+    with pytest.raises(ServiceError, match=r"no batch was trained: .*\(1 reward_exception, 3 too_few_rewards\)"):
+        it.turn()
+    assert "finish" not in it.spawned
+
+
+def test_a_run_whose_data_has_no_prompt_fails_and_says_so(tmp_path: Path) -> None:
+    it = desk(tmp_path, prompts=0, num_rollout=None, num_epoch=1)
+    with pytest.raises(ServiceError, match="no batch was trained: the data has no prompt"):
+        it.turn()
+
+
+def test_a_run_that_trained_a_batch_before_the_rest_was_filtered_is_done(tmp_path: Path) -> None:
+    it = desk(tmp_path, prompts=3, rollout_batch_size=2, num_rollout=None, num_epoch=1)
+    it.turn()
+    for group in (0, 1):
+        it.ready(it.book.lease(group))
+    it.turn()
+    it.started(0)
+    it.trained(0)
+    it.published(1)
+    it.serves("rollout-0", 1)
+    filter_group(it, next_group(it))
+    it.turn()
+    assert it.spawned == ["finish"]
+
+
 def test_one_usable_group_between_them_lets_the_run_go_on(tmp_path: Path) -> None:
     it = desk(tmp_path, rollout_batch_size=1, max_staleness=2, use_tis=True)
     for _ in range(FILTERED_BATCHES - 1):

@@ -1,5 +1,6 @@
 """Draws that end before they are trained, groups that move between replicas, replicas that leave."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -374,4 +375,6 @@ def test_lengths_of_generated_trained_and_dropped_groups_are_told_apart(tmp_path
     it.trained(0)
     it.rows.report(0, "advantages", {})
     it.turn()
-    assert '"rollout/group_tokens/trained": 15.0' in (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row["rollout/group_tokens/trained"] == 15.0
+    assert row["perf/response_tokens"] == 30.0, "what the ledger knows of the groups, whatever a trainer reports"

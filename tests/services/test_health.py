@@ -1,9 +1,13 @@
 """A run that cannot go on is ended with the name of who is to blame."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
+from desk import Desk, desk, sender
 
 from relax.config.options import Options
-from relax.protocol.messages import Member, Register
+from relax.protocol.messages import Heartbeat, Member, Register, RewardDone
 from relax.services.control.health import trouble
 from relax.services.control.registry import ALWAYS_NEEDED, Registry
 
@@ -48,3 +52,39 @@ def test_who_could_not_be_heard_is_not_silent() -> None:
     assert it.silent(21.0, 20.0) is not None
     it.bear_with(5.0)
     assert it.silent(21.0, 20.0) is None
+
+
+# --- a run in which nothing moves ------------------------------------------------------------------------------------
+
+
+def beat(it: Desk, activity: str, **counters: float) -> float:
+    """The moment of the last progress after a heartbeat of the reward service."""
+    told = {name.replace("__", "/"): count for name, count in counters.items()}
+    asyncio.run(it.on_heartbeat(Heartbeat("reward-0", "reward-0.1", activity, told, {}), None))
+    return it._moved
+
+
+def test_waiting_is_no_progress_and_work_is(tmp_path: Path) -> None:
+    it = desk(tmp_path)
+    before = beat(it, "waiting for groups", samples=3)
+    assert beat(it, "waiting for groups", samples=3, wait__silent_peer=60.0) == before
+    worked = beat(it, "waiting for groups", samples=4, wait__silent_peer=60.0)
+    assert worked > before
+    assert beat(it, "scoring", samples=4, wait__silent_peer=60.0) > worked
+
+
+def test_a_stall_names_the_groups_that_are_waited_for_and_who_has_them(tmp_path: Path) -> None:
+    it = desk(tmp_path, rollout_batch_size=4, max_staleness=1, rollout_lead=0)
+    it.turn()
+    orders = it.orders()
+    assert len(orders) == 4
+    it.sampled(orders[0].lease)
+    it.sampled(orders[1].lease)
+    it.groups.reward_done(RewardDone(orders[1].lease, "advantages-0.1"), sender("reward-0"))
+    it.groups.lost(orders[2].lease.group, "for the test")
+    assert it._waits() == (
+        "batch 0 waits for 4 more ready groups: 0, 1, 3, 2 (1 sampled by rollout-0 and sent to reward-0, "
+        "1 scored by reward-0 and sent to advantages-0, 1 issued to rollout-0, 1 to be issued again)"
+    )
+    found = trouble(it.registry, OPTIONS, now=1e9, started=1e9, moved=0.0, waits=it._waits)
+    assert found is not None and "1 scored by reward-0 and sent to advantages-0" in found

@@ -87,7 +87,7 @@ class Trainer:
 
         return await self.policy.read(staged.place, publish)
 
-    def _tell(self, staged: Staged, manifest: Manifest) -> None:
+    async def _tell(self, staged: Staged, manifest: Manifest) -> None:
         self.published.append(staged)
         self.manifests[staged.version] = manifest
 
@@ -203,6 +203,33 @@ def test_unchanged_weights_that_overtake_changed_ones_bring_them_along(tmp_path:
     play(tmp_path, scenario)
 
 
+def test_what_the_controller_has_not_heard_of_is_not_published() -> None:
+    async def life() -> None:
+        heard, told = asyncio.Event(), []
+
+        async def stage(place: int) -> None:
+            pass
+
+        async def publish(staged: Staged) -> Any:
+            return f"manifest {staged.version}"
+
+        async def tell(staged: Staged, manifest: Any) -> None:
+            told.append(manifest)
+            await heard.wait()
+
+        it = Publishing(stage, publish, tell)
+        lane = asyncio.create_task(it.run())
+        await it.offer(0, 0, changed=True)
+        with pytest.raises(TimeoutError):
+            await it.published.wait(0, 0.1)
+        assert told == ["manifest 0"]
+        heard.set()
+        await it.published.wait(0, 10)
+        lane.cancel()
+
+    asyncio.run(life())
+
+
 @pytest.mark.parametrize("broken", [True, False])
 def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path, broken: bool) -> None:
     """The actor itself; its manifests cannot be written when a file is in the place of their directory."""
@@ -223,7 +250,11 @@ def test_a_publication_that_fails_ends_the_service_with_the_cause(tmp_path: Path
         actor._ended = asyncio.get_running_loop().create_future()
         actor.num_batches = 3
         told: list[Any] = []
-        actor.report = told.append  # type: ignore[method-assign]
+
+        async def tell(endpoint: str, message: Any) -> None:
+            told.append(message)
+
+        actor.tell = tell  # type: ignore[method-assign]
         await actor.prepare()
         await asyncio.wait(
             [actor._ended, asyncio.ensure_future(actor.publishing.published.wait(0, 60))],

@@ -51,7 +51,7 @@ def test_the_refused_groups_alone_are_rejected(monkeypatch: pytest.MonkeyPatch, 
         sender: Any = None
         await replica.on_generate(Generate(orders, together), sender)
         await asyncio.sleep(0.01)
-        assert set(replica.running) == {0, 1, 2} - long and not replica.queued
+        assert set(replica.draws.running) == {0, 1, 2} - long and not replica.draws.queued
         for task in replica._tasks:
             task.cancel()
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from desk import REPORT, Desk, desk, sender
+from desk import Desk, desk, sender
 
 from relax.ledger.states import State
 from relax.protocol.messages import Filtered, Lease, Published, Ready, Sampled, Serving, Started, Trained
@@ -34,7 +34,7 @@ KEPT = Payload("p", {}, None, "inproc://rollout-0")
 @pytest.mark.parametrize(
     ("message", "name"),
     [
-        (Trained(0, REPORT), "rollout-0"),
+        (Trained(0, {}), "rollout-0"),
         (Started(0, 0), "critic-0"),
         (Published(1, manifest(1)), "rollout-0"),
         (Serving(0, 1, ()), "actor-0"),
@@ -54,7 +54,7 @@ def test_who_has_no_say_in_it_is_named(tmp_path: Path, message: Any, name: str) 
 @pytest.mark.parametrize(
     ("message", "name", "told"),
     [
-        (Trained(7, REPORT), "actor-0", "batch 7"),
+        (Trained(7, {}), "actor-0", "batch 7"),
         (Started(7, 0), "actor-0", "batch 7 started"),
         (Published(1, b"no manifest"), "actor-0", "weight manifest from actor-0"),
         (Published(0, manifest(3)), "actor-0", "version 3"),

@@ -36,7 +36,7 @@ class Batches:
         self._members: dict[int, tuple[Lease, ...]] = {}  # of the batches that are not trained yet
         self._commits: dict[int, int] = {}  # batch that is not trained yet -> number of its commit
         self._last_commit = -1
-        self._reports: dict[int, dict[str, Trained]] = {}  # batch -> role -> its report, until all have reported
+        self._reports: dict[int, set[str]] = {}  # batch -> roles that have reported it, until all have
 
     def commit(self) -> bool:
         """Names the members of the next batch, if the gate allows and there is somebody to train it."""
@@ -104,18 +104,19 @@ class Batches:
             raise ServiceError(f"{sender.name} reports that it trained batch {b}, but it is no trainer of this run")
         if b not in self._members:
             raise GateError(f"batch {b} is trained already or was never committed")
-        reports = self._reports.setdefault(b, {})
-        reports[role] = message
+        reports = self._reports.setdefault(b, set())
+        reports.add(role)
         self._rows.report(b, role, message.metrics)
-        if reports.keys() == self.trainers:
+        if reports == self.trainers:
             del self._reports[b]
-            self._version_rises(b, reports["actor"])
+            self._version_rises(b)
 
-    def _version_rises(self, batch: int, by_actor: Trained) -> None:
+    def _version_rises(self, batch: int) -> None:
         """Every trainer has finished the batch."""
         del self._commits[batch]
         for lease in self._members.pop(batch):
             record = self._book[lease.group]
+            assert record.tokens is not None, "a group is ready with its tokens"
             self._pace.trained(record.tokens)
             self._groups.release(record)
             self._draws.ended(lease.group)
@@ -130,6 +131,5 @@ class Batches:
         self._pace.counts.last("pipeline/free_slots", self._gate.free_slots)
         for service, resident in self._resident_bytes().items():
             self._pace.counts.last(f"memory/{service}/rss_mb", resident / 1e6)
-        row = self._pace.row(by_actor.metrics["perf/response_tokens"][1], rollouts)
-        self._rows.report(batch, "controller", row)
+        self._rows.report(batch, "controller", self._pace.row(rollouts))
         self._weights.version_rose()

@@ -3,6 +3,8 @@
 Every report is told to the book, which says whether it counts, and then to the gate.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import structlog
@@ -39,10 +41,24 @@ class Groups:
     def __init__(self, state: PipelineState) -> None:
         self._options, self._gate, self._book, self._draws = state.options, state.gate, state.book, state.draws
         self._replicas, self._pace, self._outbox = state.replicas, state.pace, state.outbox
-        self._peers, self._lives = state.peers, state.registry.lives
+        self._peers, self._lives, self._name_of = state.peers, state.registry.lives, state.registry.name_of
         timeout = state.options.straggler_timeout
         self._stragglers = None if timeout is None else Stragglers(timeout)
         self._unusable_in_a_row = self._unusable_weight = 0
+
+    def whereabouts(self, groups: Iterable[int]) -> str:
+        """Where open groups are, as they were heard of last."""
+        places = Counter(map(self._whereabouts, groups))
+        return ", ".join(f"{count} {place}" for place, count in places.most_common())
+
+    def _whereabouts(self, group: int) -> str:
+        record, stage = self._book[group], self._draws[group].stage
+        if record.state is State.PENDING:
+            return "to be issued again"
+        if record.state is State.ISSUED:
+            return f"issued to {record.location}"
+        sent = f"sent to {self._name_of(stage)}" if stage else "sent to nobody yet"
+        return f"{record.state.word} by {record.location} and {sent}"
 
     # --- on its way --------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""When a run cannot go on: somebody did not come, or not again; nothing moves."""
+"""When a run cannot go on: somebody did not come, or not again; nothing moves; nothing could be trained."""
 
 from collections.abc import Callable
 
 from relax.config.options import Options
+from relax.ledger.states import Conservation
 from relax.services.control.registry import Registry
 
 
@@ -21,3 +22,11 @@ def trouble(
         who = "; ".join(f"{entry.member.name} is {entry.activity}" for entry in registry.entries.values())
         return f"nothing has moved for --stall-timeout {options.stall_timeout:g} s: {waits()}; {who}"
     return None
+
+
+def nothing_trained(groups: Conservation) -> str:
+    """What a run ends with whose data was used up before there was a batch."""
+    if not groups.issued:
+        return "no batch was trained: the data has no prompt that fits --rollout-max-prompt-len"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(groups.dropped.items()))
+    return f"no batch was trained: every group of the data was dropped ({reasons}); change the filter or the data"

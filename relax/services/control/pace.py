@@ -19,6 +19,7 @@ class Pace:
         self.counts = Metrics()
         self._clock = clock
         self._began: float | None = None
+        self._trained = 0  # tokens since the last row
         self._waited: dict[str, dict[str, float]] = {}  # replica -> its counters in the last row
 
     def begin(self) -> None:
@@ -29,8 +30,9 @@ class Pace:
     def generated(self, tokens: int) -> None:
         self.counts.mean("rollout/group_tokens/generated", tokens, 1)
 
-    def trained(self, tokens: int | None) -> None:
-        self.counts.mean("rollout/group_tokens/trained", tokens or 0, 1)
+    def trained(self, tokens: int) -> None:
+        self._trained += tokens
+        self.counts.mean("rollout/group_tokens/trained", tokens, 1)
 
     def dropped(self, reason: str, tokens: int | None) -> None:
         self.counts.sum(f"rollout/dropped/{reason}", 1)
@@ -40,11 +42,13 @@ class Pace:
     def set_aside(self) -> None:
         self.counts.sum("rollout/set_aside", 1)
 
-    def row(self, tokens: float, rollouts: Mapping[str, Mapping[str, float]]) -> dict[str, Metric]:
-        """Closes a row: `tokens` were trained in it, `rollouts` are the counters of every replica by its name."""
+    def row(self, rollouts: Mapping[str, Mapping[str, float]]) -> dict[str, Metric]:
+        """Closes a row; `rollouts` are the counters of every replica by its incarnation."""
         now = self._clock()
         began = now if self._began is None else self._began
         row, self.counts, self._began = self.counts, Metrics(), now
+        tokens, self._trained = self._trained, 0
+        row.sum("perf/response_tokens", tokens)
         row.last("perf/tokens_per_s", tokens / max(now - began, 1e-9))
         row.last("perf/batch_s", now - began)
         for name in WAITS:

@@ -30,6 +30,11 @@ class Entry:
     counters: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def work(self) -> tuple[str, dict[str, float]]:
+        """What is another from beat to beat of a member that gets on. How long it waits for others is no part of it."""
+        return self.activity, {name: n for name, n in self.counters.items() if not name.startswith("wait/")}
+
 
 class Registry:
     """`options` are those that all members share, as JSON values; `needed` the roles without which this run cannot
@@ -97,6 +102,11 @@ class Registry:
 
     def lives(self, incarnation: str) -> bool:
         return incarnation in self._incarnations
+
+    def name_of(self, incarnation: str) -> str:
+        """The name of a member's life, else that it has ended."""
+        alive = (e.member.name for e in self.entries.values() if e.member.incarnation == incarnation)
+        return next(alive, f"{incarnation}, which has ended")
 
     def is_member(self, name: str, incarnation: str) -> bool:
         entry = self.entries.get(name)
