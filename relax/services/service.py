@@ -179,7 +179,7 @@ class Service:
     async def _live(self) -> None:
         await self.join()
         await self.prepare()
-        self.log.info("service_ready", endpoint=self.mailbox.endpoint)
+        self.log.info("service_ready", endpoint=self.mailbox.endpoint, pid=os.getpid())
 
     async def join(self) -> None:
         """Become a member: find the controller, register until it answers, then beat. Returns when it is known who the

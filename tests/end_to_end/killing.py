@@ -25,12 +25,14 @@ POLL_SECONDS = 0.002
 class Life:
     """One launch of a run, in `folder`, whose topology file is there."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
         self.folder, self.directory = folder, folder / "run"
         command = [sys.executable, tiny_run.ROOT / "bin" / "relax-launch", folder / "topology.yaml"]
         command += ["--run-dir", self.directory, *flags]
         self._output = (folder / "output").open("w+b")
-        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT, cwd=folder)
+        self.process = subprocess.Popen(
+            command, stdout=self._output, stderr=subprocess.STDOUT, cwd=folder, env=environment
+        )
 
     @property
     def output(self) -> str:
@@ -48,14 +50,14 @@ class Life:
         file = self.directory / "metrics.jsonl"
         return file.read_bytes().count(b"\n") if file.is_file() else 0
 
-    def until(self, moment: Callable[[], object], patience: float = START) -> bool:
+    def until(self, moment: Callable[[], object], patience: float = START, poll: float = POLL_SECONDS) -> bool:
         """True at the moment, False when the run ended before."""
         end = time.monotonic() + patience
         while not moment():
             if self.process.poll() is not None:
                 return False
             assert time.monotonic() < end, f"waited {patience} s in vain\n{self.output}"
-            time.sleep(POLL_SECONDS)
+            time.sleep(poll)
         return True
 
     def kill(self) -> None:
@@ -70,11 +72,16 @@ class Life:
             victims = [process.pid for process in processes_of(mark)]
         self._output.close()
 
+    def pid(self, name: str) -> int | None:
+        """Of a service; None while it is not there."""
+        mark, words = mark_of(RunDir.load(self.directory), None), f"--name {name} "
+        return next((process.pid for process in processes_of(mark) if words in process.command), None)
+
     def kill_service(self, name: str) -> None:
         """kill -9 of one service."""
-        mark, words = mark_of(RunDir.load(self.directory), None), f"--name {name} "
-        (victim,) = (process.pid for process in processes_of(mark) if words in process.command)
-        os.kill(victim, signal.SIGKILL)
+        pid = self.pid(name)
+        assert pid is not None, f"no {name} in {self.directory}"
+        os.kill(pid, signal.SIGKILL)
 
     def end(self, patience: float = START) -> int:
         try:
