@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from relax.algorithms.contracts import models_saved, services_needed
@@ -18,9 +18,7 @@ from relax.config.resume import fingerprint
 from relax.config.schema import RESTARTED
 from relax.config.tail import planned_batches
 from relax.data import DataError, PromptRules, PromptStream, PromptTokenizer, open_source
-from relax.gate.gate import Gate
 from relax.gate.verdicts import GateError, Wait
-from relax.ledger.book import GroupBook
 from relax.ledger.revived import Revived
 from relax.ledger.states import LedgerError
 from relax.metrics.rows import BatchRows
@@ -44,8 +42,6 @@ from relax.protocol.messages import (
     Rejected,
     RewardDone,
     Sampled,
-    Save,
-    Saved,
     Serving,
     Shutdown,
     Started,
@@ -61,6 +57,7 @@ from relax.services.control.health import nothing_trained, trouble
 from relax.services.control.issue import Issue
 from relax.services.control.opening import open_ledger, open_prompts
 from relax.services.control.registry import ALWAYS_NEEDED, Entry, Registry
+from relax.services.control.saved_models import SavedModels
 from relax.services.control.saving import Saving
 from relax.services.control.state import PipelineState
 from relax.services.control.status import LARGEST_SHARE, STATUS_SECONDS, StatusFile
@@ -75,8 +72,6 @@ CHECK_SECONDS = 0.25
 END_SECONDS = 10.0
 # How long a member may take to hear that the run is over, or that it may go.
 FAREWELL_SECONDS = 1.5
-# Of a model's part of a checkpoint, besides its tensors.
-SMALL_FILES = 100_000
 # The controller that was held up for so long could hear nobody.
 HELD_UP_SECONDS = 2.0
 
@@ -87,15 +82,11 @@ class Controller(Service):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         o = self.options
-        last = None if o.num_rollout is None else o.num_rollout - 1
-        spare = 0 if o.over_sampling_batch_size is None else o.over_sampling_batch_size - o.rollout_batch_size
         extra = services_needed(o)
         trainers = frozenset({"actor"}) | (extra & {"critic"})
-        cut = context.cut
-        gate = Gate(o.rollout_batch_size, o.max_staleness, o.rollout_lead, last, first_batch=cut, spare=spare)
         registry = Registry(shared_options(o), (*ALWAYS_NEEDED, *sorted(extra)))
-        state = PipelineState(o, gate, GroupBook(self.lineage), registry, self.peers.of_role)
-        self.gate, self.book, self.registry = gate, state.book, registry
+        state = PipelineState.at(context.cut, o, self.lineage, registry, self.peers.of_role)
+        self.gate, self.book, self.registry = state.gate, state.book, registry
         self.draws, self.replicas, self.outbox, self.pace = state.draws, state.replicas, state.outbox, state.pace
         self.rows = BatchRows(
             self.run.metrics,
@@ -103,7 +94,7 @@ class Controller(Service):
             self.lineage,
             o.num_steps_per_rollout,
             END_SECONDS,
-            first_batch=cut,
+            first_batch=context.cut,
         )
         self.issue = Issue(state)
         self.groups = Groups(state)
@@ -114,7 +105,7 @@ class Controller(Service):
         me = Seen(
             self.name, self.role, context.node, os.getpid(), self.incarnation, True, now, now, self.activity, None
         )
-        self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me)
+        self.status = StatusFile(self.run.status, self.run.run_id, self.lineage, socket.gethostname(), me, state)
         self.saving: Saving | None = None  # there is none with --no-save
         self._stream_end_told = False
         self._finishing = self._going_home = False
@@ -183,37 +174,20 @@ class Controller(Service):
         self.spawn(self._tell_status(), "status")
 
     def _checkpoints(self) -> Saving:
-        o, roles = self.options, models_saved(self.options)
+        o = self.options
+        models = SavedModels(models_saved(o), self.peers, self.registry)
         return Saving(
             CheckpointDirectory(self.run.checkpoints_dir, keep=o.keep_checkpoints),
-            roles,
-            self._ask_to_save,
+            models.roles,
+            models.save,
             run_id=self.run.run_id,
             lineage=self.lineage,
             options=fingerprint(o),
             first_batch=self.context.cut,
             interval=o.save_interval,
             deadline=o.stall_timeout,
-            room=lambda: self._checkpoint_bytes(roles),
+            room=lambda: models.room(self.run.ledger),
         )
-
-    async def _ask_to_save(self, role: str, message: Save) -> Saved:
-        """However long it writes: the deadline is on its silence, and on its getting on, which it sees to itself."""
-        try:
-            member = await self.peers.member(role)
-        except ServiceError as error:
-            return Saved(message.batch, str(error))
-        reply = await self.peers.ask(member.endpoint, message)
-        assert isinstance(reply, Saved)
-        return reply
-
-    def _checkpoint_bytes(self, roles: Sequence[str]) -> int | None:
-        """What the models told of their size, and room for the small files; the ledger's copy is as large as it."""
-        told = [entry.gauges.get("checkpoint_bytes") for role in roles for entry in self.registry.of_role(role)]
-        known = [size for size in told if size is not None]
-        if not known or len(known) < len(told):
-            return None
-        return int(sum(known)) + SMALL_FILES * len(known) + self.run.ledger.stat().st_size
 
     def _open_stream(self, revived: Revived | None) -> PromptStream:
         o = self.options
@@ -372,9 +346,6 @@ class Controller(Service):
 
     def _status(self, code: int | None) -> Snapshot:
         return self.status.gather(
-            self.gate,
-            self.registry,
-            self.replicas,
             activity=self.activity,
             code=code,
             moved=self._moved,

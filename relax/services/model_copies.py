@@ -3,14 +3,9 @@
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import structlog
-
-from relax.megatron.snapshot import Loaded, SaveError
+from relax.megatron.snapshot import SaveError
 from relax.services.ranks import Ranks
 from relax.services.saved_work import SavedWork
-from relax.services.service import Context
-
-log = structlog.get_logger()
 
 W = TypeVar("W", bound=SavedWork)
 
@@ -33,12 +28,3 @@ class ModelCopies(Generic[W]):
 
     async def drop(self) -> None:
         await self._ranks.run(self._work.drop_snapshot)
-
-
-async def load_part(ranks: Ranks[W], work: W, part: Path, context: Context) -> Loaded:
-    """Takes over a part of the checkpoint that this life begins with, except for what the user does without; a new run
-    counts its steps anew. Raises CheckpointError."""
-    o, goes_on = context.options, context.cut > 0
-    loaded = await ranks.run(work.load, str(part), not o.no_load_optim, not o.no_load_rng, goes_on)
-    log.info("checkpoint_loaded", path=str(part), steps=loaded.steps, optimizer=loaded.optimizer, rng=loaded.generators)
-    return loaded

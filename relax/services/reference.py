@@ -32,7 +32,6 @@ from relax.services.chunks import weight_agent
 from relax.services.intervals import reference_version
 from relax.services.keeping import write_part
 from relax.services.milestone import Milestone
-from relax.services.model_copies import load_part
 from relax.services.models.ranked import RankedModel
 from relax.services.ranks import Leader
 from relax.services.reference_work import ReferenceWork
@@ -62,7 +61,7 @@ class Reference(Service):
         part = None if self.context.checkpoint is None else self.context.checkpoint / self.role
         if part is not None and self.options.ref_update_interval is not None and (self.context.cut or part.is_dir()):
             self.activity = "loading the checkpoint"
-            loaded = await load_part(self.model.ranks, self.model.work, part, self.context)
+            loaded = await self.model.take_over(part)
             self._held = int(loaded.about["version"]) if self.context.cut else 0
         self.version.reach(self._held)
         self.activity = "waiting for groups"

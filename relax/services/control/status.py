@@ -8,8 +8,7 @@ from pathlib import Path
 import structlog
 
 from relax.gate.gate import Gate
-from relax.services.control.registry import Registry
-from relax.services.control.replicas import Replicas
+from relax.services.control.state import PipelineState
 from relax.status.snapshot import Seen, Snapshot
 
 log = structlog.get_logger()
@@ -25,8 +24,9 @@ class StatusFile:
     A file that cannot be written (a full disk) ends no run: it is said once in the log and tried again.
     """
 
-    def __init__(self, path: Path, run_id: str, lineage: int, host: str, me: Seen) -> None:
+    def __init__(self, path: Path, run_id: str, lineage: int, host: str, me: Seen, state: PipelineState) -> None:
         self._path, self._run_id, self._lineage, self._host, self._me = path, run_id, lineage, host, me
+        self._gate, self._registry, self._replicas = state.gate, state.registry, state.replicas
         self._seen: dict[str, Seen] = {}
         self._failing = False
         self._writing = threading.Lock()
@@ -34,9 +34,6 @@ class StatusFile:
 
     def gather(
         self,
-        gate: Gate,
-        registry: Registry,
-        replicas: Replicas,
         *,
         activity: str,
         code: int | None,
@@ -45,6 +42,7 @@ class StatusFile:
         rss_bytes: float | None,
     ) -> Snapshot:
         """The run as it is now; `moved` is in monotonic seconds. Takes microseconds a member and open group."""
+        gate, registry, replicas = self._gate, self._registry, self._replicas
         wall, now = time.time(), time.monotonic()
         me = replace(self._me, heard=wall, activity=activity, rss_bytes=rss_bytes)
         for entry in registry.entries.values():

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from relax.config.options import Options
+from relax.megatron.snapshot import Loaded
 from relax.metrics import Metrics
 from relax.services.learner_work import LearnerWork
-from relax.services.model_copies import ModelCopies, load_part
+from relax.services.model_copies import ModelCopies
 from relax.services.models.base import Taken
 from relax.services.ranks import Ranks
 from relax.services.saved_work import SavedWork
@@ -35,6 +36,15 @@ class RankedModel(Generic[W]):
         self.copies = ModelCopies(self.ranks, self.work)
         self.service.log.info("model_built", parameters=self.work.num_parameters)
 
+    async def take_over(self, part: Path) -> Loaded:
+        """Takes over a part of the checkpoint that this life begins with, except for what the user does without; a new
+        run counts its steps anew. Raises CheckpointError."""
+        o, goes_on = self.service.options, self.service.context.cut > 0
+        loaded = await self.ranks.run(self.work.load, str(part), not o.no_load_optim, not o.no_load_rng, goes_on)
+        told = {"steps": loaded.steps, "optimizer": loaded.optimizer, "rng": loaded.generators}
+        self.service.log.info("checkpoint_loaded", path=str(part), **told)
+        return loaded
+
     async def close(self, clean: bool) -> None:
         await self.ranks.close(clean)
 
@@ -43,7 +53,7 @@ class RankedLearner(RankedModel[L]):
     """See `TrainerModel`."""
 
     async def load(self, part: Path) -> int:
-        return (await load_part(self.ranks, self.work, part, self.service.context)).steps
+        return (await self.take_over(part)).steps
 
     async def reserve(self) -> int:
         return await self.ranks.run(self.work.reserve_snapshot)
