@@ -172,8 +172,8 @@ class Supervisor:
 
     # --- lives -------------------------------------------------------------------------------------------------------
 
-    def _again(self, child: Child) -> bool:
-        """Whether a child that ended is started again, now or soon."""
+    def _again(self, child: Child, guard: Guard) -> bool:
+        """Whether a child that failed is started again, now or soon."""
         if child.again_at is not None:
             return True
         now = time.monotonic()
@@ -182,16 +182,31 @@ class Supervisor:
         spent = len(child.began) - 1
         if child.plan.role not in self.restarted or spent >= self.budget.restarts:
             return False
-        child.again_at = now + min(BACKOFF_SECONDS * 2**spent, LONGEST_BACKOFF_SECONDS)
+        self._clear_up_after(child, guard)
+        child.again_at = time.monotonic() + min(BACKOFF_SECONDS * 2**spent, LONGEST_BACKOFF_SECONDS)
         print(f"{child.name} {child.how()}; it is started again", file=sys.stderr, flush=True)
         return True
+
+    def _clear_up_after(self, child: Child, guard: Guard) -> None:
+        """Kills what a life that has ended left. From then on its session is not this run's: the system gives the
+        number to somebody else."""
+        kill_session(child.process.pid)
+        self._sessions.discard(child.process.pid)
+        guard.forget(child.process.pid)
+
+    def _clear_up_after_the_gone(self, guard: Guard) -> None:
+        """After replicas that left the run, once what they started had its time to end."""
+        end = datetime.now(UTC) - timedelta(seconds=ENDING_SECONDS)
+        for child in self.children:
+            gone = child.process.returncode == 0 and child.ended_at is not None and child.ended_at < end
+            if gone and child.process.pid in self._sessions:
+                self._clear_up_after(child, guard)
 
     def _restart(self, guard: Guard) -> None:
         """The next lives of those whose time has come. Nothing of the last one is left by then."""
         for child in self.children:
             if child.again_at is None or time.monotonic() < child.again_at:
                 continue
-            kill_session(child.process.pid)
             self.run_dir.sign_of_life(child.name).unlink(missing_ok=True)
             child.process = self._start(child.plan, guard)
             child.ended_at = child.again_at = child.sign = child.hung = None
@@ -234,10 +249,10 @@ class Supervisor:
             self._poll()
             self._kill_the_hung()
             failed = self._failed()
-            if [child for child in failed if not self._again(child)]:
+            if [child for child in failed if not self._again(child, guard)]:
                 return self._failure(failed)
             if controller is not None and controller.process.returncode == 0:
-                return self._linger()
+                return self._linger(guard)
             running = [child for child in self.children if child.process.returncode is None]
             if controller is None and not running and not failed:
                 return Outcome(0, "every service of this node has ended")
@@ -245,17 +260,18 @@ class Supervisor:
                 how = f"ended {self.peer_timeout:g} s ago and the run goes on without it"
                 return Outcome(1, f"{early[0].name} {how}", dict.fromkeys((child.name for child in early), how))
             self._restart(guard)
+            self._clear_up_after_the_gone(guard)
             self.tick(self.children)
             time.sleep(POLL_SECONDS)
 
-    def _linger(self) -> Outcome:
+    def _linger(self, guard: Guard) -> Outcome:
         """The work is done; what ends now with an error still makes the run a failure."""
         self._ended = time.monotonic()
         end = self._ended + LINGER_SECONDS
         while time.monotonic() < end and self._signal is None:
             self._poll()
             # Who was about to be started again is not needed any more.
-            if failed := [child for child in self._failed() if not self._again(child)]:
+            if failed := [child for child in self._failed() if not self._again(child, guard)]:
                 return self._failure(failed)
             if all(child.process.returncode == 0 or child.again_at is not None for child in self.children):
                 break
