@@ -178,6 +178,7 @@ class RunDir:
                 raise ConfigError([_refusal(path, "a run is going on there", "--resume", "Stop it first.")])
             with _refusing(path, "--resume", "Make the directory writable."):
                 run.lineage, run.cut = run.lineage + 1, cut
+                run.runtime_dir, run.shm_dir = places_of(run.run_id)  # the old ones may be gone with a login
                 run._member = enter(run.runtime_dir, run.shm_dir)
                 try:
                     for file, text in ((run.config, config), (run.topology, topology)):
@@ -227,14 +228,18 @@ class RunDir:
             run = cls.load(path)
             if run.run_id != run_id:
                 raise ConfigError([_refusal(path, f"it holds run {run.run_id}, the controller's is {run_id}")])
-            anew = (run.lineage, run.cut) != (life.lineage, life.cut)
-            if run.lineage > life.lineage or (anew and _live(path)):
+            alive, anew = _live(path), (run.lineage, run.cut) != (life.lineage, life.cut)
+            if run.lineage > life.lineage or (anew and alive):
                 problem = f"lineage {run.lineage} of the run is there, the controller's is {life.lineage}"
                 raise ConfigError([_refusal(path, problem, fix="End what is left of the other one.")])
+            if not alive:
+                run.runtime_dir, run.shm_dir = places_of(run_id)
             run._member = enter(run.runtime_dir, run.shm_dir)
+            run.lineage, run.cut = life.lineage, life.cut
             if anew:
-                run.lineage, run.cut = life.lineage, life.cut
                 run._write(config, topology)
+            elif not alive:
+                run._write_places()
             return run
 
     @classmethod
