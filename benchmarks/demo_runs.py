@@ -1,10 +1,11 @@
 """Real runs of the pipeline on the demo's task (spell a word backward), for the benchmarks of learning."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from relax.metrics.history import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "examples" / "demo"
@@ -28,7 +29,7 @@ def run(topology: Path, seed: int, directory: Path, **options: Any) -> list[dict
     if done.returncode != 0:
         sys.stderr.write(done.stdout + done.stderr)
         done.check_returncode()
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(directory / "metrics.jsonl")
 
 
 def _flag(option: tuple[str, Any]) -> str:

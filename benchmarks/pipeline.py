@@ -30,6 +30,7 @@ import numpy as np
 import yaml
 
 from relax.ledger import queries
+from relax.metrics.history import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 WARM_UP, COOL_DOWN = 5, 3  # batches: the pipeline fills, and it runs empty
@@ -75,8 +76,7 @@ class Run:
 
     @classmethod
     def read(cls, directory: Path) -> "Run":
-        rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        rows = rows[WARM_UP:-COOL_DOWN]
+        rows = read_rows(directory / "metrics.jsonl")[WARM_UP:-COOL_DOWN]
 
         def mean(name: str) -> float:
             return statistics.fmean(row[name] for row in rows if row.get(name) is not None)

@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from relax.metrics.history import read_rows
 from relax.planner.cli import make_parser
 from relax.planner.inputs import read
 from relax.planner.pipeline import Pipeline
@@ -94,8 +95,7 @@ def run(case: Case, planned: dict[str, Any]) -> dict[str, Any]:
         (first,) = ledger.execute("SELECT min(first_issued_at) FROM groups").fetchone()
         (last,) = ledger.execute("SELECT max(trained_at) FROM batches").fetchone()
         trained, tokens = ledger.execute("SELECT count(*), sum(tokens) FROM groups WHERE state = 'trained'").fetchone()
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    stalest = max(row["train/staleness/max"] for row in rows)
+    stalest = max(row["train/staleness/max"] for row in read_rows(directory / "metrics.jsonl"))
     if trained != case.batches * GROUPS or stalest > case.bound:
         raise RuntimeError(
             f"{case.key}: {trained} groups were trained, the stalest of staleness {stalest}: {directory}"

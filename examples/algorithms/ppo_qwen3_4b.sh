@@ -3,7 +3,7 @@
 #
 #     MODEL_DIR=models/Qwen3-4B DATA_DIR=data/gsm8k examples/algorithms/ppo_qwen3_4b.sh
 #
-# Options of relax-launch may follow, e.g. --dry-run or --num-rollout 500.
+# Options of relax-launch may follow, e.g. --dry-run, --num-rollout 500, --save-interval 20, --resume after a crash.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

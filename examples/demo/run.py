@@ -8,7 +8,6 @@ before and after, and the greedy accuracy of the exported model on words it has 
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relax.launch.rundir import numbered
+from relax.metrics.history import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TOPOLOGY = Path(__file__).resolve().parent / "demo.yaml"
@@ -61,8 +61,7 @@ def launch(assets: Assets, run_dir: Path, flags: list[str]) -> int:
 
 def rewards(run_dir: Path) -> list[float]:
     """The mean reward of every batch."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["rollout/raw_reward"] for line in lines]
+    return [row["rollout/raw_reward"] for row in read_rows(run_dir / "metrics.jsonl")]
 
 
 def show_curve(console: Console, values: list[float]) -> None:

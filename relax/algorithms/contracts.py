@@ -35,6 +35,12 @@ def services_needed(options: Any) -> frozenset[str]:
     return _services_needed(registry.get(options.advantage_estimator), options)
 
 
+def models_saved(options: Any) -> tuple[str, ...]:
+    """The roles whose models a checkpoint of this run holds: those that learn, and a reference that is refreshed."""
+    learning = sorted({"actor"} | (services_needed(options) & {"critic"}))
+    return (*learning, *(["reference"] if options.ref_update_interval is not None else []))
+
+
 def warnings(options: Any) -> list[str]:
     """What is legal and yet worth a line at the start of the run."""
     return list(_warnings(registry.get(options.advantage_estimator), options))

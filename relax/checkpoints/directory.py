@@ -141,7 +141,7 @@ class CheckpointDirectory:
                 options,
                 datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            durable.write_text(place / MARKER, _marker(made))
+            durable.write_text(place / MARKER, _text(made))
         except OSError as error:
             raise CheckpointError(f"checkpoint {writing.batch} cannot be written to {self.path}: {error}") from error
         self._prune(made)
@@ -164,12 +164,21 @@ class CheckpointDirectory:
                 log.warning("checkpoint_skipped", checkpoint=str(path), problem=f"cannot be read: {error}")
         return None
 
+    def marked(self) -> Iterator[Checkpoint]:
+        """By their markers alone, the newest first: what they hold is not looked at."""
+        for path in self._numbered():
+            try:
+                yield self._marker(path)
+            except CheckpointError:
+                continue
+
     def _read(self, path: Path) -> Checkpoint:
+        return _whole(self._marker(path))
+
+    def _marker(self, path: Path) -> Checkpoint:
         made = read_marker(path)
-        for name, written in made.parts.items():
-            found = _verified(path / name)
-            if found.digest != written.digest:
-                raise CheckpointError(f"{path / name} lists other files than the marker says")
+        if str(made.batch) != path.name:
+            raise CheckpointError(f"{path / MARKER} is of batch {made.batch}")
         return made
 
     def _numbered(self) -> list[Path]:
@@ -182,18 +191,11 @@ class CheckpointDirectory:
             reverse=True,
         )
 
-    def _marked(self) -> Iterator[Checkpoint]:
-        for path in self._numbered():
-            try:
-                yield read_marker(path)
-            except CheckpointError:
-                continue
-
     # --- room --------------------------------------------------------------------------------------------------------
 
     def _there_is_room(self, batch: int, wanted: int | None) -> None:
         if wanted is None:
-            wanted = next((int(made.size * MARGIN) for made in self._marked()), 0)
+            wanted = next((int(made.size * MARGIN) for made in self.marked()), 0)
         free = shutil.disk_usage(self.path).free
         if free < wanted:
             raise NoRoomError(
@@ -220,7 +222,7 @@ class CheckpointDirectory:
     def _prune(self, newest: Checkpoint) -> None:
         """Keeps the newest complete ones up to `newest`, which was verified just now. Later numbers are what an earlier
         lineage left damaged: a resume began before them."""
-        kept = [made.path for made in self._marked() if made.batch <= newest.batch][: self._keep]
+        kept = [made.path for made in self.marked() if made.batch <= newest.batch][: self._keep]
         for path in self._numbered():
             if path not in kept:
                 try:
@@ -263,12 +265,23 @@ def read_marker(path: Path) -> Checkpoint:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{marker} is no marker: {error!r}") from None
-    if str(made.batch) != path.name:
-        raise CheckpointError(f"{marker} is of batch {made.batch}")
     return made
 
 
-def _marker(made: Checkpoint) -> str:
+def read_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint that counts, wherever it is, read to its last byte. Raises CheckpointError, OSError."""
+    return _whole(read_marker(path))
+
+
+def _whole(made: Checkpoint) -> Checkpoint:
+    """`made`, whose files are those that its marker tells of. Raises CheckpointError."""
+    for name, written in made.parts.items():
+        if _verified(made.path / name).digest != written.digest:
+            raise CheckpointError(f"{made.path / name} lists other files than the marker says")
+    return made
+
+
+def _text(made: Checkpoint) -> str:
     facts = {
         "schema": SCHEMA_VERSION,
         "run_id": made.run_id,

@@ -30,7 +30,6 @@ PER_SERVICE = frozenset({"run_dir", "controller", "log_level", "keys", "resume"}
 
 NEWEST = "newest"
 """The value of --resume that names no directory: the newest run of this name."""
-NO_LOAD = "A run begins with --hf-checkpoint, and one goes on with --resume."
 NO_EVAL = "Evaluation during a run is not there yet; evaluate export/ afterwards."
 
 
@@ -55,9 +54,13 @@ class RunOptions(Section):
         bare=NEWEST,
     )
     restart: bool = opt(False, "when actor, critic or controller die, resume by itself, within the restart budget")
-    no_load_optim: bool = opt(False, "resume with a fresh optimizer, whose steps and schedule begin anew")
-    no_load_rng: bool = opt(False, "resume with the random generators of the seed")
-    load: Path | None = opt(None, "start a new run from this checkpoint", unavailable=NO_LOAD)
+    load: Path | None = opt(
+        None,
+        "start a new run with the models, optimizers and random generators of this checkpoint, or of that run's newest",
+        metavar="CHECKPOINT",
+    )
+    no_load_optim: bool = opt(False, "with resume or load: a fresh optimizer, whose steps and schedule begin anew")
+    no_load_rng: bool = opt(False, "with resume or load: the random generators of the seed")
     save: bool = opt(True, "write checkpoints")
     save_interval: int | None = opt(None, "batches between two checkpoints; one more is written at the end", ge=1)
     keep_checkpoints: int = opt(2, "checkpoints kept, the newest ones", ge=1)

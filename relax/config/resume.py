@@ -13,7 +13,6 @@ from relax.config.violation import Violation
 # What says how a run is watched, kept and named, not what it trains.
 FREE = PER_SERVICE | {
     "run_name",
-    "load",
     "restart",
     "no_load_optim",
     "no_load_rng",
@@ -45,10 +44,11 @@ def fingerprint(options: Options) -> str:
 
 
 def differences(
-    before: Mapping[str, Any], source: str, options: Options, cut: int, *, exported: bool = True
+    before: Mapping[str, Any], source: str, options: Options, cut: int, *, exported: bool = True, ended: bool = False
 ) -> Iterator[Violation]:
     """Why a run with the options `before` (as in config.yaml, at `source`) cannot go on with `options` at batch `cut`:
-    one violation for each that differs. A run that is trained to its end may go on until its model is `exported`."""
+    one violation for each that differs. A run that is trained to its end may go on until its model is `exported`; one
+    that `ended` well, when its end is moved."""
     for name, value in fixed(options).items():
         # An option that is younger than that run had its default.
         old = before.get(name, Options.model_fields[name].default if name not in before else None)
@@ -69,6 +69,10 @@ def differences(
         yield Violation(
             flag("num_rollout"), options.num_rollout, problem, "Give more batches to go on; the model is in export/."
         )
+    elif ended and all(before.get(name) == getattr(options, name) for name in ENDS):
+        name = next(name for name in ENDS if getattr(options, name) is not None)
+        problem, fix = "the run is finished: it ended well", f"Give a larger {flag(name)} to go on."
+        yield Violation(flag(name), getattr(options, name), problem, fix)
 
 
 def _text(value: object) -> str:

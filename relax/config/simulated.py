@@ -21,6 +21,7 @@ SIMULATED = "simulated"
 # Nothing is computed by a model, and what would be learned from an advantage is nobody's.
 WITHOUT_A_MODEL = frozenset(
     {"rollout_temperature", "rollout_top_p", "rollout_top_k", "rollout_dtype", "rollout_kv_cache_mb"}
+    | {"load", "no_load_optim", "no_load_rng"}
     | {
         name
         for section in (TrainOptions, AlgorithmOptions, CorrectionOptions, KlOptions)

@@ -9,24 +9,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from relax.config.budget import RestartBudget
-from relax.config.checks import check_options, located, warnings
-from relax.config.flags import Given, Parser
+from relax.config.checks import warnings
+from relax.config.flags import Parser
 from relax.config.keys import KeyProblem
-from relax.config.machine import check_machine
 from relax.config.options import Options
-from relax.config.resolve import Resolved, accepted, resolve
+from relax.config.resolve import Resolved
 from relax.config.schema import RESTARTED
-from relax.config.simulated import is_simulated
 from relax.config.tail import planned_batches
 from relax.config.violation import ConfigError, Violation
+from relax.launch.accept import Accepted, accept
 from relax.launch.firsterror import first_error
 from relax.launch.keygen import Keygen
 from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
-from relax.launch.progress import PlainView, Progress, TableView, View, end_of_rows
-from relax.launch.resume import Resumption, find, misfits, named, restart_acts
-from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
+from relax.launch.progress import PlainView, Progress, TableView, View
+from relax.launch.resume import Resumption, find, newest_marked
+from relax.launch.rundir import RunDir, numbered
 from relax.launch.supervisor import Outcome, Supervisor
+from relax.metrics.history import end_of_rows, read_rows
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
@@ -43,70 +43,15 @@ def main(argv: Sequence[str] | None = None, command: Command = service_command) 
     parser.add_argument("--keygen", action=Keygen, metavar="DIR", help="make a new key for --keys in DIR, and exit")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plan, start nothing")
     try:
-        given = parser.parse(sys.argv[1:] if argv is None else argv)
-        resolved, found = _validate(given)
+        wanted = accept(parser.parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as refused:
         return _refuse(refused.violations)
-    for warning in warnings(resolved):
+    for warning in warnings(wanted.resolved):
         print(f"warning: {warning}", file=sys.stderr)
-    if given.own.dry_run:
-        print(describe(resolved, given.own.node))
-        if found is not None:
-            print(f"\n{found}")
-        print("\nNothing was started.")
+    if wanted.given.own.dry_run:
+        print("\n\n".join([describe(wanted.resolved, wanted.node), *wanted.begins(), "Nothing was started."]))
         return 0
-    return _launch(resolved, given, command, found)
-
-
-def _validate(given: Given) -> tuple[Resolved, Resumption | None]:
-    """The options, and what a resume goes on with."""
-    resumption = None
-    topology, node = given.own.topology, given.own.node
-    resolved = resolve(given.options, topology, given.violations, given.suspects)
-
-    def check_node(resolved: Resolved) -> list[Violation]:
-        assert resolved.topology is not None
-        nodes = resolved.topology.nodes
-        if node is None or (node in nodes and resolved.topology.on(node)):
-            return []
-        problem = "has no service in the topology" if node in nodes else "is no node of the topology"
-        return [
-            Violation("--node", node, problem, f"There are {', '.join(nodes) or 'no nodes; leave it out'}.", "flag")
-        ]
-
-    def check_run_dir(resolved: Resolved) -> list[Violation]:
-        nonlocal resumption
-        assert resolved.topology is not None
-        found = [*misfits(resolved.options, is_simulated(resolved.topology))]
-        found += restart_acts(resolved.options, resolved.topology.spans_hosts)
-        if found:
-            return located(resolved, found)
-        if resolved.options.resume is not None:
-            try:
-                resumption = _resumption(resolved, node)
-            except ConfigError as refused:
-                return located(resolved, refused.violations)
-            return []
-        if resolved.options.run_dir is not None:
-            return located(resolved, refusals(resolved.options.run_dir))
-        return directory_refusals(resolved.topology.directory, str(resolved.topology.path))
-
-    def check_this_machine(resolved: Resolved) -> list[Violation]:
-        return check_machine(resolved, node)
-
-    accepted(resolved, check_options, check_node, check_run_dir, check_this_machine)
-    return resolved, resumption
-
-
-def _resumption(resolved: Resolved, node: str | None) -> Resumption | None:
-    """None on a host without the controller, which joins the run as it is. Raises ConfigError."""
-    topology = resolved.topology
-    assert topology is not None
-    if not any(service.role == "controller" for service in topology.on(node)):
-        return None
-    path = named(resolved.options, topology.directory)
-    assert path is not None
-    return find(path, resolved.options)
+    return _launch(wanted, command)
 
 
 def _refuse(violations: Sequence[Violation]) -> int:
@@ -118,28 +63,28 @@ def _refuse(violations: Sequence[Violation]) -> int:
     return REFUSED
 
 
-def _launch(resolved: Resolved, given: Given, command: Command, found: Resumption | None) -> int:
-    assert resolved.topology is not None
+def _launch(wanted: Accepted, command: Command) -> int:
+    resolved, node = wanted.resolved, wanted.node
     options, began = resolved.options, datetime.now(UTC)
     try:
-        run = _open_run(resolved, given.own.node, found)
+        run = _open_run(resolved, node, wanted.resumption)
     except ConfigError as refused:
         return _refuse(refused.violations)
     except PeerSilent as silent:
         print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
         return 1
     print(f"run directory: {run.path}")
-    if found is not None:
-        print(f"resume: {found} (lineage {run.lineage})")
-    services = [process.name for process in plan(resolved, run, given.own.node, given.options, command)]
-    print(f"services: {', '.join(services)}")
+    for line in wanted.begins():
+        print(line)
+    processes = plan(resolved, run, node, wanted.given.options, command)
+    print(f"services: {', '.join(process.name for process in processes)}")
     print(f"bounds: {bounds(resolved)}", flush=True)
     progress = Progress(run.metrics, planned_batches(options), end_of_rows(run.metrics))
     view = TableView(progress, run.path.name) if sys.stdout.isatty() else PlainView(progress, sys.stdout)
     budget, resumed = RestartBudget.parse(options.restart_budget), deque[float]()
     with view:
         while True:
-            outcome = _live(resolved, given, command, run, view)
+            outcome = _live(wanted, command, run, view)
             while resumed and time.monotonic() - resumed[0] >= budget.seconds:
                 resumed.popleft()
             if not options.restart or not _resumable(outcome, resolved) or len(resumed) >= budget.restarts:
@@ -153,17 +98,17 @@ def _launch(resolved: Resolved, given: Given, command: Command, found: Resumptio
                 for violation in refused.violations:
                     print(f"it cannot be resumed: {violation}", file=sys.stderr)
                 break
-            print(f"resume: {found} (lineage {run.lineage})", file=sys.stderr, flush=True)
-    return _report(run, given.own.node, outcome, began)
+            print(f"resume: {found}", file=sys.stderr, flush=True)
+    return _report(run, node, outcome, began, options.save)
 
 
-def _live(resolved: Resolved, given: Given, command: Command, run: RunDir, view: View) -> Outcome:
+def _live(wanted: Accepted, command: Command, run: RunDir, view: View) -> Outcome:
     """One life of the run, from the start of its services to the end of the last."""
-    options = resolved.options
+    options = wanted.resolved.options
     supervisor = Supervisor(
         run,
-        plan(resolved, run, given.own.node, given.options, command),
-        mark=mark_of(run, given.own.node),
+        plan(wanted.resolved, run, wanted.node, wanted.given.options, command),
+        mark=mark_of(run, wanted.node),
         peer_timeout=options.peer_timeout,
         startup_timeout=options.startup_timeout,
         budget=RestartBudget.parse(options.restart_budget),
@@ -184,7 +129,8 @@ def _resumable(outcome: Outcome, resolved: Resolved) -> bool:
 
 
 def _resume(resolved: Resolved, found: Resumption) -> RunDir:
-    return RunDir.resume(found.path, found.cut, config=resolved.config_yaml(), topology=resolved.topology_text)
+    config, topology = resolved.config_yaml(), resolved.topology_text
+    return RunDir.resume(found.path, found.cut, after=found.lineage - 1, config=config, topology=topology)
 
 
 def _restarted(options: Options) -> frozenset[str]:
@@ -219,10 +165,18 @@ def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) ->
     )
 
 
-def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime) -> int:
+def _trained(run: RunDir) -> int:
+    """Batches, by the metrics; none where they are on another host."""
+    rows = read_rows(run.metrics)
+    return int(rows[-1]["batch"]) + 1 if rows else 0
+
+
+def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime, saves: bool) -> int:
     for what, place in (("metrics", run.metrics), ("model", run.export_dir), ("samples", run.samples_dir)):
         if place.is_file() or (place.is_dir() and any(place.iterdir())):
             print(f"{what + ':':<14} {place}")
+    if (newest := newest_marked(run)) is not None:
+        print(f"{'checkpoint:':<14} {newest.path}")
     print(f"{'logs:':<14} bin/relax-logs {run.path}")
     error = first_error(run, outcome.ended_at, outcome.failed, outcome.since, began) if outcome.failed else None
     if outcome.failed:
@@ -232,6 +186,9 @@ def _report(run: RunDir, node: str | None, outcome: Outcome, began: datetime) ->
             print(error, file=sys.stderr)
     else:
         print(outcome.text)
+    if saves and not outcome.code and (trained := _trained(run)) > (newest.batch if newest else 0):
+        why = f"bin/relax-logs {run.path} --where event=checkpoint_not_written"
+        print(f"warning: batch {trained - 1} is trained and in no checkpoint: {why}", file=sys.stderr)
     try:
         record(run, node, Ended(datetime.now(UTC), outcome.code, outcome.text, error.line if error else ""))
     except OSError as problem:

@@ -32,6 +32,7 @@ def record(run: RunDir, node: str | None, ended: Ended) -> None:
         "service": name,
         "event": EVENT,
         "run": run.run_id,
+        "lineage": run.lineage,
         "code": ended.code,
         "outcome": ended.text,
         "first_error": ended.first_error,
@@ -41,16 +42,18 @@ def record(run: RunDir, node: str | None, ended: Ended) -> None:
 
 
 def last(run: RunDir) -> Ended | None:
-    """The worst of what the launchers of this host said last; None where none has come to its end."""
-    ends = [ended for file in sorted(run.logs_dir.glob("launcher*.jsonl")) if (ended := _last(file.read_bytes()))]
+    """The worst of what the launchers of this host said last of the run's present life; None where none has come to its
+    end."""
+    files = sorted(run.logs_dir.glob("launcher*.jsonl"))
+    ends = [ended for file in files if (ended := _last(file.read_bytes(), run.lineage))]
     return max(ends, key=lambda ended: (ended.code != 0, ended.time), default=None)
 
 
-def _last(lines: bytes) -> Ended | None:
+def _last(lines: bytes, lineage: int) -> Ended | None:
     for line in reversed(lines.splitlines()):
         try:
             data = json.loads(line)
-            if data["event"] == EVENT:
+            if data["event"] == EVENT and data["lineage"] == lineage:
                 time = datetime.fromisoformat(data["time"]).astimezone(UTC)
                 return Ended(time, int(data["code"]), str(data["outcome"]), str(data["first_error"]))
         except (ValueError, KeyError, TypeError):  # torn by a kill

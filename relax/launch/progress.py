@@ -1,6 +1,5 @@
 """Live progress of a run, read from metrics.jsonl: a table on a terminal, one line a batch in a pipe."""
 
-import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -8,62 +7,32 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from relax.launch.supervisor import Child
+from relax.metrics.history import History, Tail
 
 ROWS_SHOWN = 12
 # Enough batches for a rate that follows changes without jumping.
 RATE_WINDOW = 20
 
 
-class MetricsTail:
-    """Reads the rows that were appended to metrics.jsonl since the last look, at first those from `offset` on; a line
-    still being written waits."""
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path = path
-        self._offset = offset
-
-    def read(self) -> list[dict[str, Any]]:
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole, newline, _ = data.rpartition(b"\n")
-        self._offset += len(whole) + len(newline)
-        return [row for line in whole.split(b"\n") if (row := _row(line)) is not None]
-
-
-def end_of_rows(path: Path) -> int:
-    """Where the rows of the lives before end. A line that a killed one was writing is cut off by the next."""
-    return path.read_bytes().rfind(b"\n") + 1 if path.is_file() else 0
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """A row of metrics; None for anything else, for a view must never end the run it looks at."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("batch"), int) else None
-
-
 class Progress:
     """What has been seen of a run so far, and how to say it. `total` is the number of batches, None if unknown;
-    `offset` the bytes of metrics that are no news (see `end_of_rows`)."""
+    `offset` the bytes of metrics that are no news (see `relax.metrics.history.end_of_rows`)."""
 
     def __init__(self, metrics: Path, total: int | None, offset: int = 0) -> None:
         self.total = total
-        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS_SHOWN)
+        self.rows = History(ROWS_SHOWN)
         self.done = 0
         self.began = time.monotonic()
-        self._tail = MetricsTail(metrics, offset)
+        self._tail = Tail(metrics, offset)
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=RATE_WINDOW)
 
     def update(self) -> list[dict[str, Any]]:
         """Takes in new rows and returns them."""
         rows = self._tail.read()
         for row in rows:
-            self.rows.append(row)
+            self.rows.add(row)
+            if int(row["batch"]) < self.done:  # resumed: how fast it was before, and how long nobody worked, is no rate
+                self._arrivals.clear()
             self.done = int(row["batch"]) + 1
         if rows:
             self._arrivals.append((time.monotonic(), self.done))
@@ -168,6 +137,6 @@ class TableView:
             table.add_column(name, justify="right")
         for row in progress.rows:
             table.add_row(*progress.columns(row).values())
-        if not progress.rows:
+        if not len(progress.rows):
             table.add_row("starting", *["-"] * (len(table.columns) - 1))
         return table

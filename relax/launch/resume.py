@@ -12,7 +12,8 @@ from relax.checkpoints import Checkpoint, CheckpointDirectory
 from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
 from relax.config.violation import ConfigError, Violation, refuse
-from relax.launch.rundir import RunDir
+from relax.launch.outcome import last
+from relax.launch.rundir import RECORD, RunDir, resume_refusals
 
 OPTION = "--resume"
 
@@ -31,22 +32,25 @@ def named(options: Options, directory: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """The run at `path` goes on at batch `cut`, from `checkpoint`; from the beginning where there is none."""
+    """The run at `path` goes on at batch `cut`, from `checkpoint`; from the beginning where there is none. `lineage` is
+    the one that begins."""
 
     path: Path
     checkpoint: Checkpoint | None
+    lineage: int
 
     @property
     def cut(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.batch
 
     def __str__(self) -> str:
-        if self.checkpoint is None:
-            return f"{self.path} has no complete checkpoint: the run begins anew at batch 0"
-        return f"{self.path} goes on at batch {self.cut}, from {self.checkpoint.path} of {self.checkpoint.created_at}"
+        made, how = self.checkpoint, f"(lineage {self.lineage})"
+        if made is None:
+            return f"{self.path} has no complete checkpoint: the run begins anew at batch 0 {how}"
+        return f"{self.path} goes on at batch {self.cut}, from {made.path} of {made.created_at} {how}"
 
 
-def misfits(options: Options, simulated: bool) -> Iterator[Violation]:
+def misfits(options: Options) -> Iterator[Violation]:
     """Options about a resume that do not fit each other, or without one have nothing to say. For the launcher alone:
     the services find in the run's directory what they go on from."""
     path, directory = options.resume, options.run_dir
@@ -55,9 +59,10 @@ def misfits(options: Options, simulated: bool) -> Iterator[Violation]:
         problem = f"is another directory than --run-dir {directory}, and a run goes on where it is"
         yield refuse(options, "resume", problem, "Give one of them.")
     for name in ("no_load_optim", "no_load_rng"):
-        if getattr(options, name) and (simulated or path is None):
-            why = "the engines are simulated" if simulated else "without --resume no checkpoint is loaded"
-            yield refuse(options, name, f"cannot act: {why}", "Leave it out.")
+        if getattr(options, name) and path is None and options.load is None:
+            yield refuse(
+                options, name, "cannot act: without --resume or --load no checkpoint is loaded", "Leave it out."
+            )
 
 
 def restart_acts(options: Options, hosts: bool) -> Iterator[Violation]:
@@ -79,7 +84,7 @@ def newest_run(directory: Path, name: str) -> Path:
     taken = (
         (int(match[1]), entry)
         for entry in (directory.iterdir() if directory.is_dir() else ())
-        if (match := re.fullmatch(re.escape(name) + r"-(\d+)", entry.name)) and (entry / "runtime.json").is_file()
+        if (match := re.fullmatch(re.escape(name) + r"-(\d+)", entry.name)) and (entry / RECORD).is_file()
     )
     newest = max(taken, default=None)
     if newest is None:
@@ -95,16 +100,26 @@ def find(path: Path, options: Options) -> Resumption:
     Raises ConfigError with every reason why not: there is no run, a checkpoint is of another one, or options differ
     that must not (each named, with both values).
     """
-    run = RunDir.load(path)
+    run = RunDir.load(path, OPTION)
     checkpoint = CheckpointDirectory(run.checkpoints_dir).newest()
-    found = Resumption(run.path, checkpoint)
+    found = Resumption(run.path, checkpoint, run.lineage + 1)
     if checkpoint is not None and checkpoint.run_id != run.run_id:
         problem = f"{checkpoint.path} is a checkpoint of run {checkpoint.run_id}, the directory is of {run.run_id}"
         raise ConfigError([Violation(OPTION, str(path), problem, "Put the run's own checkpoints there.")])
-    refused = list(differences(_before(run), str(run.config), options, found.cut, exported=run.export_dir.exists()))
+    exported, end = run.export_dir.exists(), last(run)
+    before, ended = _before(run), end is not None and end.code == 0
+    refused = resume_refusals(run)
+    refused += differences(before, str(run.config), options, found.cut, exported=exported, ended=ended)
     if refused:
         raise ConfigError(refused)
     return found
+
+
+def newest_marked(run: RunDir) -> Checkpoint | None:
+    """The checkpoint that a resume would look at first, by its marker. What an earlier life left beyond the cut of the
+    present one is damaged: it began before it."""
+    marked = CheckpointDirectory(run.checkpoints_dir).marked()
+    return next((made for made in marked if made.lineage == run.lineage or made.batch <= run.cut), None)
 
 
 def _before(run: RunDir) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 Layout (relax never writes outside these three):
 
     <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
-                 (config, topology and ledger.before-<lineage> are those of the lives before a resume)
+                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume)
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -29,9 +29,12 @@ import yaml
 from relax.config.options import PER_SERVICE
 from relax.config.violation import ConfigError, Violation
 from relax.launch.obstacle import obstacle
-from relax.launch.places import enter, places_of, remove_if_dead, try_lock
+from relax.launch.places import enter, members, places_of, remove_if_dead, try_lock
 from relax.names import file_name
 
+# Tells which run a directory is of; it is written last.
+RECORD = "runtime.json"
+PIDS_SHOWN = 3
 # In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
 HOME = "run"
 
@@ -124,6 +127,11 @@ class RunDir:
     def export_dir(self) -> Path:
         return self.path / "export"
 
+    def set_aside_export(self) -> None:
+        """Keeps the model that an earlier life wrote at an earlier end as export.before-<lineage>. Raises OSError."""
+        if self.export_dir.exists():
+            self.export_dir.rename(self.export_dir.with_name(f"{self.export_dir.name}.before-{self.lineage}"))
+
     def log(self, service: str) -> Path:
         """Structured log of a service."""
         return self.logs_dir / file_name(f"{service}.jsonl", "the log")
@@ -158,31 +166,38 @@ class RunDir:
         path = numbered(directory, name) if path is None else path.absolute()
         with _creating(path):
             if _live(path):
-                raise ConfigError([_refusal(path, "a run is going on there")])
+                raise ConfigError([_refusal(path, _goes_on(path))])
             return cls._open(path, config, topology)
 
     @classmethod
-    def resume(cls, path: Path, cut: int, *, config: str = "", topology: str = "") -> "RunDir":
+    def resume(
+        cls, path: Path, cut: int, *, after: int | None = None, config: str = "", topology: str = ""
+    ) -> "RunDir":
         """Goes on with the run at `path` from its checkpoint at batch `cut` (0: from the beginning) as a new lineage,
-        and takes part in it.
+        and takes part in it. `after` is the lineage in which that checkpoint was looked up: of several who resume it at
+        once, one does.
 
         `config` and `topology` take the place of those of the life before, which are kept as
         config.before-<lineage>.yaml and topology.before-<lineage>.yaml. Raises ConfigError when there is no run, it is
-        alive, or it cannot be written.
+        alive, was resumed by somebody else, or it cannot be written.
         """
         path = path.absolute()
-        cls.load(path)
+        cls.load(path, "--resume")
         with _creating(path, make=False):
-            run = cls.load(path)
             if _live(path):
-                raise ConfigError([_refusal(path, "a run is going on there", "--resume", "Stop it first.")])
+                raise ConfigError([_refusal(path, _goes_on(path), "--resume", "Stop it first.")])
+            run = cls.load(path, "--resume")
+            if after is not None and run.lineage != after:
+                problem = f"somebody else has resumed it meanwhile, as lineage {run.lineage}"
+                raise ConfigError([_refusal(path, problem, "--resume", "Try again.")])
             with _refusing(path, "--resume", "Make the directory writable."):
                 run.lineage, run.cut = run.lineage + 1, cut
                 run.runtime_dir, run.shm_dir = places_of(run.run_id)  # the old ones may be gone with a login
                 run._member = enter(run.runtime_dir, run.shm_dir)
                 try:
                     for file, text in ((run.config, config), (run.topology, topology)):
-                        _write_whole(file.with_stem(f"{file.stem}.before-{run.lineage}"), file.read_text())
+                        if file.exists():
+                            _write_whole(file.with_stem(f"{file.stem}.before-{run.lineage}"), file.read_text())
                         _write_whole(file, text)
                     run._write_places()
                 except OSError:
@@ -223,7 +238,7 @@ class RunDir:
         run_id = life.run_id
         path = (path or _home(run_id) or directory / f"{name}-{run_id}").absolute()
         with _creating(path):
-            if not (path / "runtime.json").is_file():
+            if not (path / RECORD).is_file():
                 return cls._open(path, config, topology, life)
             run = cls.load(path)
             if run.run_id != run_id:
@@ -243,24 +258,20 @@ class RunDir:
             return run
 
     @classmethod
-    def load(cls, path: Path) -> "RunDir":
-        """Looks at a run without taking part. Raises ConfigError when there is none at `path`, or a damaged one."""
-        record = path / "runtime.json"
+    def load(cls, path: Path, option: str = "--run-dir") -> "RunDir":
+        """Looks at a run without taking part. Raises ConfigError when there is none at `path`, which `option` named, or
+        a damaged one."""
+        record = path / RECORD
         if not record.is_file():
-            raise ConfigError(
-                [
-                    Violation(
-                        "--run-dir", str(path), f"is no run directory: it has no {record.name}", "Name one that has."
-                    )
-                ]
-            )
+            problem = f"is no run directory: it has no {RECORD}"
+            raise ConfigError([_refusal(path, problem, option, "Name one that has.")])
         try:
             facts = json.loads(record.read_bytes())
             run_id, runtime_dir, shm_dir = (str(facts[name]) for name in ("run_id", "runtime_dir", "shm_dir"))
             lineage, cut = int(facts.get("lineage", 0)), int(facts.get("cut", 0))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            problem = f"is a damaged run directory: {record.name} cannot be read ({type(error).__name__}: {error})"
-            raise ConfigError([Violation("--run-dir", str(path), problem, "Name another one.")]) from None
+            problem = f"is a damaged run directory: {RECORD} cannot be read ({type(error).__name__}: {error})"
+            raise ConfigError([_refusal(path, problem, option, "Name another one.")]) from None
         return cls(path.absolute(), run_id, Path(runtime_dir), Path(shm_dir), lineage=lineage, cut=cut)
 
     def leave(self, deadline: float = 2.0) -> bool:
@@ -314,7 +325,7 @@ class RunDir:
             "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
         # Renamed into place last: a reader that finds it finds everything else.
-        _write_whole(self.path / "runtime.json", json.dumps(facts, indent=2) + "\n")
+        _write_whole(self.path / RECORD, json.dumps(facts, indent=2) + "\n")
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -338,6 +349,15 @@ def refusals(path: Path) -> list[Violation]:
         if (path / remains).exists():
             return [_refusal(path, f"it holds the {remains} of an earlier run")]
     return []
+
+
+def resume_refusals(run: RunDir) -> list[Violation]:
+    """Why `run` cannot be resumed where it is; leaves nothing there."""
+    if members(run.runtime_dir):
+        return [_refusal(run.path, _goes_on(run.path), "--resume", "Stop it first.")]
+    problems = {place: obstacle(place) for place in (run.path, run.checkpoints_dir)}
+    fix = "Make it writable, or copy the run to a place that is."
+    return [_refusal(place, problem, "--resume", fix) for place, problem in problems.items() if problem][:1]
 
 
 def directory_refusals(directory: Path, source: str = "") -> list[Violation]:
@@ -407,10 +427,17 @@ def _refusing(path: Path, option: str = "--run-dir", fix: str = "") -> Iterator[
 
 def _live(path: Path) -> bool:
     """Whether somebody takes part in a run at `path`; the remains of a dead one are cleared away."""
-    if not (path / "runtime.json").is_file():
+    if not (path / RECORD).is_file():
         return False
     run = RunDir.load(path)
     return run.runtime_dir.is_dir() and not remove_if_dead(run.runtime_dir, run.shm_dir)
+
+
+def _goes_on(path: Path) -> str:
+    pids = members(RunDir.load(path).runtime_dir)
+    shown = ", ".join(str(pid) for pid in pids[:PIDS_SHOWN] if pid) or "of another container"
+    more = f" and {len(pids) - PIDS_SHOWN} more" if len(pids) > PIDS_SHOWN else ""
+    return f"a run is going on there (pid {shown}{more})"
 
 
 def _refusal(path: Path, problem: str, option: str = "--run-dir", fix: str = "") -> Violation:

@@ -294,9 +294,11 @@ class Supervisor:
         return Outcome(1, text, {child.name: child.how() for child in failed})
 
     def _ended_too_early(self) -> list[Child]:
-        """A rollout replica may leave the run; the controller, which knows the others, ends a run that has none."""
+        """A rollout replica may leave the run; the controller, which knows the others, ends a run that has none. Who
+        waits to be started again, perhaps for longer than this, has not ended."""
         end = datetime.now(UTC) - timedelta(seconds=self.peer_timeout)
-        return [c for c in self.children if c.ended_at and c.ended_at < end and c.plan.role != "rollout"]
+        ended = [c for c in self.children if c.ended_at and c.ended_at < end and c.again_at is None]
+        return [c for c in ended if c.plan.role != "rollout"]
 
     def _stop(self, ended: float) -> None:
         """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relax.ledger.queries import NoLedger, conservation
+from relax.ledger.queries import NoLedger, conservation, largest_staleness
 from relax.ledger.states import Conservation, State
 
 # Enough batches for a rate that follows changes without jumping.
@@ -45,8 +45,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """`trained` and `tokens` a second over the last batches, None before there are two; `sampled` over the last minute
-    before `now`. `batch_seconds` is from one trained batch to the next. `staleness` is the largest of any batch."""
+    """`committed` and `trained` are of the whole run, as are the batches whose largest `staleness` is given; groups and
+    rates are of its present lineage. `trained` and `tokens` a second over the last batches, None before there are two;
+    `sampled` over the last minute before `now`. `batch_seconds` is from one trained batch to the next."""
 
     lineage: int
     opened_at: float
@@ -116,8 +117,8 @@ def _look(connection: sqlite3.Connection, now: float | None, oldest: int) -> Led
         *recent,
         begin,
     )
-    ((committed, trained, staleness),) = ask(
-        "SELECT count(committed_at), count(trained_at), max(batch - oldest) FROM batches WHERE lineage = ?", lineage
+    ((committed, trained),) = ask(
+        "SELECT count(committed_at), count(trained_at) FROM batches WHERE lineage = ?", lineage
     )
     window = max(until - begin, 1e-9)
     return LedgerView(
@@ -136,7 +137,7 @@ def _look(connection: sqlite3.Connection, now: float | None, oldest: int) -> Led
         ),
         committed=first_batch + committed,
         trained=first_batch + trained,
-        staleness=staleness,
+        staleness=largest_staleness(connection, lineage),
         trained_groups_per_s=groups_rate,
         trained_tokens_per_s=tokens_rate,
         sampled_groups_per_s=sampled / window,

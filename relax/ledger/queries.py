@@ -64,6 +64,16 @@ def trained_prompts(connection: sqlite3.Connection, lineage: int | None = None) 
     ).fetchall()
 
 
+def largest_staleness(connection: sqlite3.Connection, lineage: int | None = None) -> int | None:
+    """Of any batch that a lineage (default the newest) committed or inherited; None before the first."""
+    ((largest,),) = connection.execute(
+        _CHAIN + "SELECT max(b.batch - b.oldest) FROM chain JOIN batches b USING (lineage) "
+        "WHERE chain.below IS NULL OR b.batch < chain.below",
+        (lineage,),
+    ).fetchall()
+    return None if largest is None else int(largest)
+
+
 def whereabouts(connection: sqlite3.Connection, lineage: int | None = None) -> Whereabouts:
     """What became of every group that a lineage (default the newest) and those it inherits from ever drew."""
     drawn = connection.execute(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relax.checkpoints.durable import sync
+from relax.checkpoints.durable import remove, sync
 from relax.megatron import exchange
 from relax.megatron.language import LanguageNetwork
 
@@ -35,9 +35,9 @@ _COPIED = (
 def save_hf(network: LanguageNetwork, path: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes weights, config and the source checkpoint's tokenizer to `path`, which appears when it is complete.
 
-    Collective; rank 0 writes, to a directory beside, synced and renamed at the end. Tensors are gathered one at a time;
-    at most `shard_bytes` of them, or one tensor, are held at once. Raises FileExistsError, on every rank, when `path`
-    exists.
+    Collective; rank 0 writes, to a directory beside, synced and renamed at the end; what a killed one left there is
+    removed. Tensors are gathered one at a time; at most `shard_bytes` of them, or one tensor, are held at once. Raises
+    FileExistsError, on every rank, when `path` exists.
     """
     writer = dist.get_rank() == 0
     told, _ = exchange.broadcast({"exists": path.exists()} if writer else None)
@@ -47,6 +47,8 @@ def save_hf(network: LanguageNetwork, path: Path, *, shard_bytes: int = SHARD_BY
         for _ in network.state():
             pass
         return
+    for left in path.parent.glob(f".{path.name}.*.partial"):
+        remove(left)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     aside.mkdir(parents=True)
     _write_weights(network.state(), aside, shard_bytes)

@@ -11,15 +11,14 @@ A checkpoint of a model is one part (see `relax.checkpoints.parts`):
 No file is pickled. The schedule needs no file: its rate is a function of the number of steps.
 
 **What holds.** On the grid that wrote it, a model that is loaded goes on bit for bit as the one that was saved. On
-another one weights and moments are the same, bit for bit, but sums run in another order from then on; and generators
-start anew from the seed, as there is no rank whose states would be the right ones.
+another one weights and moments are the same, bit for bit, but sums run in another order from then on; and the
+generators are to be done without, as there is no rank whose states would be the right ones.
 """
 
-import json
 import shutil
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from relax.checkpoints import durable, parts
+from relax.checkpoints.model_state import GRID, STATE, ModelState, grid_text
 from relax.checkpoints.parts import File, PartError
 from relax.megatron import exchange, parallel, rng, shards
 from relax.megatron.checkpoint import CheckpointError
@@ -34,10 +34,6 @@ from relax.megatron.learner import Learner
 from relax.megatron.network import Network
 from relax.megatron.shards import Shard, StoredShards
 from relax.megatron.staging import host_memory
-
-FORMAT = 1
-STATE = "state.json"
-_FOREIGN = (".metadata", "common.pt")
 
 
 class SaveError(exchange.InStepError):
@@ -49,7 +45,7 @@ class Loaded:
     """What a model took over. `about`: the caller's own entry. `optimizer`, `generators`: whether those are the saved
     ones. `steps`: optimizer steps taken."""
 
-    about: dict[str, Any]
+    about: Mapping[str, Any]
     steps: int
     optimizer: bool
     generators: bool
@@ -71,7 +67,7 @@ class Snapshot:
         self._group = parallel.new_group() if network.grid.world > 1 else None
         self._held: dict[str, list[Shard]] = {}  # kind -> copies
         self._rng: tuple[dict[str, torch.Tensor], dict[str, str]] = ({}, {})
-        self._state: dict[str, Any] | None = None
+        self._state: ModelState | None = None
 
     def reserve(self) -> int:
         """Allocates the host memory, which the first `take` would otherwise do; returns the bytes of a checkpoint, over
@@ -94,7 +90,7 @@ class Snapshot:
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         self._rng = rng.take()
-        self._state = _describe(self._network, self._learner) | {"about": about or {}}
+        self._state = replace(_describe(self._network, self._learner), about=about or {})
         return size
 
     def drop(self) -> None:
@@ -111,7 +107,8 @@ class Snapshot:
             raise RuntimeError("nothing was taken that could be written")
         written: dict[str, File] = {}
         try:
-            self._agree(lambda: self._write_own(directory, written))
+            state = self._state
+            self._agree(lambda: self._write_own(directory, state, written))
             tables = exchange.gather({name: asdict(file) for name, file in written.items()}, self._group)
             files = {name: File(**file) for table in tables for name, file in table.items()}
             first = self._network.grid.rank == 0
@@ -133,7 +130,7 @@ class Snapshot:
         own = sum(shard.tensor.nbytes for held in self._held.values() for shard in held)
         return sum(exchange.gather(own, self._group))
 
-    def _write_own(self, directory: Path, written: dict[str, File]) -> None:
+    def _write_own(self, directory: Path, state: ModelState, written: dict[str, File]) -> None:
         rank = self._network.grid.rank
         directory.mkdir(parents=True, exist_ok=True)
         for kind, held in self._held.items():
@@ -143,7 +140,7 @@ class Snapshot:
         name = _file_name("rng", rank)
         written[name] = shards.write_tensors(directory / name, *self._rng)
         if rank == 0:
-            written[STATE] = parts.write_new(directory / STATE, json.dumps(self._state, indent=1).encode())
+            written[STATE] = state.write(directory)
         durable.sync(directory)
 
     def _agree(self, act: Callable[[], None]) -> None:
@@ -164,26 +161,27 @@ def load(
     *,
     optimizer: bool = True,
     generators: bool = True,
+    steps: bool = True,
 ) -> Loaded:
     """Takes over a checkpoint, in place. Collective; nothing is changed when it raises, on any rank.
 
     Without `optimizer` (--no-load-optim) the learner begins its steps and its schedule anew, with these weights; a
-    network without learner has none to load. Without `generators` (--no-load-rng) they stay as they are. Raises
-    CheckpointError naming the file, tensor or setting. Sizes of files are checked, their digests are not: see
-    `parts.verify`.
+    network without learner has none to load. Without `steps` (a new run) they begin anew too, with the moments of the
+    checkpoint. Without `generators` (--no-load-rng) they stay as they are. Raises CheckpointError naming the file,
+    tensor or setting. Sizes of files are checked, their digests are not: see `parts.verify`.
     """
     grid = network.grid
     optimizer = optimizer and learner is not None
     stored: dict[str, StoredShards] = {}
     live: dict[str, list[Shard]] = {}
-    state: dict[str, Any] = {}
     states: tuple[dict[str, torch.Tensor], dict[str, str]] | None = None
+    state: ModelState
 
     def prepare() -> dict[str, list[str]]:
-        nonlocal states
-        state.update(_read_state(directory))
+        nonlocal state, states
+        state = ModelState.read(directory)
         _check_state(directory, state, network)
-        if optimizer and state["updates"] is None:
+        if optimizer and state.updates is None:
             raise CheckpointError(f"{directory} holds no optimizer state{_HINT['optimizer']}")
         files = parts.read_list(directory)
         kinds = {"model", "optimizer"} if optimizer else {"model"}
@@ -193,7 +191,10 @@ def load(
             _check_files(directory, names, files, kind)
             stored[kind] = StoredShards(directory / name for name in names)
             stored[kind].check(live[kind])
-        if generators and state["grid"] == _grid(network):
+        if generators:
+            if state.grid != (own := _grid(network)):
+                apart = f"was written on {grid_text(state.grid)}, this model is on {grid_text(own)}"
+                raise CheckpointError(f"{directory} {apart}, and random generators belong to a rank{_HINT['rng']}")
             name = _file_name("rng", grid.rank)
             _check_files(directory, [name], files, "rng")
             states = _read_rng(directory / name)
@@ -205,14 +206,15 @@ def load(
     for kind in stored:
         stored[kind].read(live[kind])
     if learner is not None:
-        learner.steps, learner.skipped_steps = (state["steps"], state["skipped_steps"]) if optimizer else (0, 0)
+        going_on = optimizer and steps
+        learner.steps, learner.skipped_steps = (state.steps or 0, state.skipped_steps or 0) if going_on else (0, 0)
         if optimizer:
-            learner.optimizer.updates = state["updates"]
+            learner.optimizer.updates = state.updates or 0
         else:
             learner.optimizer.restart()
     if states is not None:
         rng.put(*states)
-    return Loaded(state["about"], state["steps"] if optimizer else 0, optimizer, states is not None)
+    return Loaded(state.about, 0 if learner is None else learner.steps, optimizer, states is not None)
 
 
 # --- what a checkpoint holds ---------------------------------------------------------------------------------------
@@ -234,24 +236,20 @@ def _place(shard: Shard, buffers: dict[str, Shard]) -> Shard:
     return Shard(shard.key, shard.whole, shard.offset, host_memory(shard.tensor), shard.main, shard.padded)
 
 
-def _describe(network: Network, learner: Learner[Any] | None) -> dict[str, Any]:
-    """state.json, but for `about`."""
-    return {
-        "format": FORMAT,
-        "network": type(network).__name__,
-        "architecture": asdict(network.architecture),
-        "dtype": str(network.config.params_dtype).removeprefix("torch."),
-        "grid": _grid(network),
-        "steps": None if learner is None else learner.steps,
-        "skipped_steps": None if learner is None else learner.skipped_steps,
-        "updates": None if learner is None else learner.optimizer.updates,
-    }
+def _describe(network: Network, learner: Learner[Any] | None) -> ModelState:
+    return ModelState(
+        network=type(network).__name__,
+        architecture=asdict(network.architecture),
+        dtype=str(network.config.params_dtype).removeprefix("torch."),
+        grid=_grid(network),
+        steps=None if learner is None else learner.steps,
+        skipped_steps=None if learner is None else learner.skipped_steps,
+        updates=None if learner is None else learner.optimizer.updates,
+    )
 
 
 def _grid(network: Network) -> dict[str, Any]:
-    grid = network.grid
-    sizes = ("world", "tensor", "pipeline", "context", "data", "sequence_parallel")
-    return {name: getattr(grid, name) for name in sizes}
+    return {name: getattr(network.grid, name) for name in GRID}
 
 
 def _file_name(kind: str, rank: int) -> str:
@@ -290,35 +288,10 @@ _HINT = {
 }
 
 
-def _read_state(directory: Path) -> dict[str, Any]:
-    path = directory / STATE
-    try:
-        state = json.loads(path.read_bytes())
-        if not isinstance(state, dict) or state["format"] != FORMAT:
-            raise CheckpointError(f"{path}: format {state['format']}; this version of Relax reads {FORMAT}")
-    except FileNotFoundError:
-        if foreign := [name for name in _FOREIGN if (directory / name).exists()]:
-            raise CheckpointError(
-                f"{directory} has no {STATE} but {foreign[0]}: Megatron's own format, which is read by unpickling and "
-                "therefore not read here; convert it to a Hugging Face directory for --hf-checkpoint"
-            ) from None
-        raise CheckpointError(f"{path} is missing; {directory} is no checkpoint of a model") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is no JSON text of a checkpoint's state: {error!r}") from None
-    return state
-
-
-def _check_state(directory: Path, state: dict[str, Any], network: Network) -> None:
+def _check_state(directory: Path, state: ModelState, network: Network) -> None:
     ours = _describe(network, None)
-    try:
-        pairs = [(name, state[name], ours[name]) for name in ("network", "dtype")]
-        pairs += [(name, state["architecture"].get(name), value) for name, value in ours["architecture"].items()]
-        for name in ("grid", "steps", "skipped_steps", "updates", "about"):
-            state[name]
-    except (KeyError, AttributeError) as error:
-        raise CheckpointError(f"{directory / STATE} lacks an entry: {error!r}") from None
+    pairs = [(name, getattr(state, name), getattr(ours, name)) for name in ("network", "dtype")]
+    pairs += [(name, state.architecture.get(name), value) for name, value in ours.architecture.items()]
     for name, theirs, own in pairs:
         if theirs != own:
             hint = "; see --train-dtype" if name == "dtype" else ""

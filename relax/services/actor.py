@@ -101,4 +101,5 @@ class Actor(Trainer):
             self.activity = f"publishing version {last}"
             await self.reached(self.publishing.published, last, f"is to publish version {last}")
             self.activity = "writing the export"
+            self.run.set_aside_export()
             return Finished(last, await self.model.export(self.run.export_dir))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from relax.algorithms.contracts import services_needed
+from relax.algorithms.contracts import models_saved, services_needed
 from relax.checkpoints import CheckpointDirectory
 from relax.config.resume import fingerprint
 from relax.config.schema import RESTARTED
@@ -182,9 +182,7 @@ class Controller(Service):
         self.spawn(self._tell_status(), "status")
 
     def _checkpoints(self) -> Saving:
-        o, roles = self.options, sorted(self.batches.trainers)
-        if o.ref_update_interval is not None:
-            roles.append("reference")
+        o, roles = self.options, models_saved(self.options)
         return Saving(
             CheckpointDirectory(self.run.checkpoints_dir, keep=o.keep_checkpoints),
             roles,

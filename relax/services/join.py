@@ -1,11 +1,15 @@
 """How a process finds its run: in a directory on this host, or by asking a controller over TCP."""
 
 import asyncio
+from pathlib import Path
 
 from relax.config.keys import KeyProblem
+from relax.config.options import Options
 from relax.config.resolve import Resolved
+from relax.config.schema import RANKED
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
+from relax.launch.load import check_marked
 from relax.launch.rundir import RunDir
 from relax.protocol.hello import ask_run
 from relax.protocol.security import Security
@@ -48,4 +52,13 @@ def join_run(resolved: Resolved, entry: Entry) -> Context:
         index=entry.index,
         lineage=run.lineage,
         cut=run.cut,
+        checkpoint=run.checkpoint or _loaded_from(o, entry),
     )
+
+
+def _loaded_from(options: Options, entry: Entry) -> Path | None:
+    """The checkpoint that a run begins with at batch 0, whose model this host needs only for a service that has one.
+    Raises ConfigError when it is none."""
+    if options.load is not None and entry.role in RANKED:
+        check_marked(options.load)
+    return options.load

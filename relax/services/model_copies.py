@@ -5,10 +5,10 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from relax.config.options import Options
 from relax.megatron.snapshot import Loaded, SaveError
 from relax.services.ranks import Ranks
 from relax.services.saved_work import SavedWork
+from relax.services.service import Context
 
 log = structlog.get_logger()
 
@@ -35,8 +35,10 @@ class ModelCopies(Generic[W]):
         await self._ranks.run(self._work.drop_snapshot)
 
 
-async def load_part(ranks: Ranks[W], work: W, part: Path, options: Options) -> Loaded:
-    """Takes over a part of a checkpoint, except for what the user does without. Raises CheckpointError."""
-    loaded = await ranks.run(work.load, str(part), not options.no_load_optim, not options.no_load_rng)
+async def load_part(ranks: Ranks[W], work: W, part: Path, context: Context) -> Loaded:
+    """Takes over a part of the checkpoint that this life begins with, except for what the user does without; a new run
+    counts its steps anew. Raises CheckpointError."""
+    o, goes_on = context.options, context.cut > 0
+    loaded = await ranks.run(work.load, str(part), not o.no_load_optim, not o.no_load_rng, goes_on)
     log.info("checkpoint_loaded", path=str(part), steps=loaded.steps, optimizer=loaded.optimizer, rng=loaded.generators)
     return loaded

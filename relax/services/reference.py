@@ -3,7 +3,8 @@
 Receives `ReferenceRequest` from advantages and `Announce` from the controller. Rank 0 holds the mailbox and leads the
 other ranks; one thread touches the model, so requests are answered one after the other.
 
-**Which reference scores a batch.** Version 0 is --ref-load. With --ref-update-interval k the reference becomes version
+**Which reference scores a batch.** Version 0 is --ref-load, or with --load the one of that checkpoint, where it has one
+and this run refreshes it. With --ref-update-interval k the reference becomes version
 c of the policy at every batch index c > 0 that k divides: batch b is scored by version floor(b / k) k and no other.
 The reference takes such a version over as soon as it is announced, and that is exact, neither too early nor too late:
 
@@ -31,6 +32,7 @@ from relax.services.chunks import weight_agent
 from relax.services.intervals import reference_version
 from relax.services.keeping import write_part
 from relax.services.milestone import Milestone
+from relax.services.model_copies import load_part
 from relax.services.models.ranked import RankedModel
 from relax.services.ranks import Leader
 from relax.services.reference_work import ReferenceWork
@@ -56,13 +58,13 @@ class Reference(Service):
         self.activity = "building the model"
         await self.model.build_work(ReferenceWork)
         self.agent = weight_agent(self)
-        version = 0
-        # One that is never refreshed is --ref-load for ever, and no checkpoint has it.
-        if self.run.checkpoint is not None and self.options.ref_update_interval is not None:
+        # One that is never refreshed is --ref-load for ever, and no checkpoint of its run has it.
+        part = None if self.context.checkpoint is None else self.context.checkpoint / self.role
+        if part is not None and self.options.ref_update_interval is not None and (self.context.cut or part.is_dir()):
             self.activity = "loading the checkpoint"
-            loaded = await self.model.ranks.run(self.model.work.load, str(self.run.checkpoint / self.role))
-            version = self._held = int(loaded.about["version"])
-        self.version.reach(version)
+            loaded = await load_part(self.model.ranks, self.model.work, part, self.context)
+            self._held = int(loaded.about["version"]) if self.context.cut else 0
+        self.version.reach(self._held)
         self.activity = "waiting for groups"
 
     async def release(self) -> None:

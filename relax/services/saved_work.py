@@ -54,7 +54,8 @@ class SavedWork:
         self._snapshot.drop()
 
     @command
-    def load(self, path: str, optimizer: bool = True, generators: bool = True) -> Loaded:
+    def load(self, path: str, optimizer: bool = True, generators: bool = True, steps: bool = True) -> Loaded:
         """Takes over a checkpoint; see `relax.megatron.snapshot.load`. Raises CheckpointError, on all ranks alike, and
         nothing is changed then."""
-        return snapshot.load(Path(path), self._network, self._learner, optimizer=optimizer, generators=generators)
+        parts = {"optimizer": optimizer, "generators": generators, "steps": steps}
+        return snapshot.load(Path(path), self._network, self._learner, **parts)

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import structlog
@@ -85,6 +86,7 @@ class Context:
     security: Security = field(default_factory=Security)  # keys for connections beyond this host
     lineage: int = 0
     cut: int = 0  # the batch that this lineage begins at
+    checkpoint: Path | None = None  # what its models begin with: the run's own at `cut`, at batch 0 --load
 
 
 class Service:

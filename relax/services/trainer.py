@@ -58,13 +58,13 @@ class Trainer(Service):
         """The batch is trained and that is reported."""
 
     async def prepare(self) -> None:
-        """The model is brought up as the run, or its resume, begins with it; from then on batches are trained."""
-        o, part = self.options, self.run.checkpoint
+        """The model is brought up as the life of the run begins with it; from then on batches are trained."""
+        o, checkpoint = self.options, self.context.checkpoint
         self.activity = "building the model"
         await self.model.build(self.num_batches)
-        if part is not None:
+        if checkpoint is not None:
             self.activity = "loading the checkpoint"
-            self.steps = await self.model.load(part / self.role)
+            self.steps = await self.model.load(checkpoint / self.role)
         interval = o.save_interval if o.save else None
         if interval is not None:
             self.gauges["checkpoint_bytes"] = await self.model.reserve()

@@ -7,7 +7,6 @@ What cannot be read is a problem of that part alone, named in the answer.
 import socket
 import sqlite3
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -16,13 +15,16 @@ from typing import Any
 
 import psutil
 
+from relax.checkpoints import Checkpoint
 from relax.launch.outcome import Ended, last
-from relax.launch.progress import MetricsTail
+from relax.launch.places import members
+from relax.launch.resume import newest_marked
 from relax.launch.rundir import RunDir
 from relax.ledger.progress import LedgerView
 from relax.ledger.progress import look as look_at_ledger
 from relax.ledger.queries import NoLedger, read
 from relax.ledger.states import LedgerError
+from relax.metrics.history import History, Tail
 from relax.status.errors import ErrorLogs, LoggedError
 from relax.status.snapshot import Seen, Snapshot, SnapshotError
 
@@ -56,7 +58,8 @@ class Status:
 
     `ended` is what the launcher said when all was over. `now` is the moment that ages refer to, in Unix seconds: of the
     look while the run goes on, else of the last sign of life. `alive` says of each service whether its process lives;
-    None where that cannot be seen from here. `rows` are the last rows of metrics, oldest first.
+    None where that cannot be seen from here. `checkpoint` is the newest that a resume would look at, by its marker.
+    `rows` are the last rows of metrics that count, oldest first.
     """
 
     run: RunDir
@@ -66,6 +69,7 @@ class Status:
     snapshot: Snapshot | None
     alive: Mapping[str, bool | None]
     ledger: LedgerView | None
+    checkpoint: Checkpoint | None
     rows: tuple[Mapping[str, Any], ...]
     errors: tuple[LoggedError, ...]
     set_aside: int
@@ -93,7 +97,10 @@ class Status:
             "now": self.now,
             "controller": None if self.snapshot is None else asdict(self.snapshot),
             "alive": dict(self.alive),
+            "lineage": self.run.lineage,
+            "cut": self.run.cut,
             "ledger": ledger,
+            "checkpoint": None if self.checkpoint is None else _plain(self.checkpoint),
             "metrics": [dict(row) for row in self.rows],
             "set_aside": self.set_aside,
             "errors": [asdict(error) for error in self.errors],
@@ -109,12 +116,14 @@ class Looker:
 
     def __init__(self, path: Path) -> None:
         self._run = RunDir.load(path)
-        self._tail = MetricsTail(self._run.metrics)
-        self._rows: deque[Mapping[str, Any]] = deque(maxlen=ROWS)
+        self._tail = Tail(self._run.metrics)
+        self._rows = History(ROWS)
+        self._set_aside: dict[int, int] = {}  # batch -> prompts set aside, where there were any
         self._errors = ErrorLogs(self._run.logs_dir)
-        self._set_aside = 0
 
     def look(self) -> Status:
+        """Raises ConfigError where the directory is none any more."""
+        self._run = RunDir.load(self._run.path)  # it may have been resumed since
         problems: list[str] = []
         snapshot = self._snapshot(problems)
         alive = _alive(snapshot)
@@ -132,9 +141,10 @@ class Looker:
             snapshot=snapshot,
             alive=alive,
             ledger=ledger,
+            checkpoint=newest_marked(self._run),
             rows=self._metrics(problems),
             errors=self._logged(problems),
-            set_aside=self._set_aside,
+            set_aside=sum(self._set_aside.values()),
             problems=tuple(problems),
         )
 
@@ -147,7 +157,8 @@ class Looker:
         if snapshot is not None and snapshot.run_id != self._run.run_id:
             problems.append(f"{self._run.status} is of run {snapshot.run_id}, the directory of {self._run.run_id}")
             return None
-        return snapshot
+        # The word of the life before says nothing of this one, whose controller has not written yet.
+        return snapshot if snapshot is None or snapshot.lineage == self._run.lineage else None
 
     def _ended(self, snapshot: Snapshot | None, alive: Mapping[str, bool | None], problems: list[str]) -> Ended | None:
         """The launcher's last word, unless the run goes on again."""
@@ -168,7 +179,7 @@ class Looker:
         if snapshot is not None and alive[snapshot.controller.name] is not False:
             return RunState.SILENT if time.time() - snapshot.time > SILENT_SECONDS else RunState.RUNNING
         # What takes part in a run without a controller that has written: one that begins, or begins again.
-        if _taken_part_in(self._run.runtime_dir):
+        if members(self._run.runtime_dir):
             return RunState.STARTING
         return RunState.OVER if snapshot is None else RunState.CRASHED
 
@@ -176,9 +187,13 @@ class Looker:
         try:
             connection = read(self._run.ledger)
             try:
-                return look_at_ledger(connection, time.time() if state.goes_on else None)
+                seen = look_at_ledger(connection, time.time() if state.goes_on else None)
             finally:
                 connection.close()
+            if seen.lineage >= self._run.lineage:
+                return seen
+            ended = f"the controller of lineage {self._run.lineage} ended before it opened its own"
+            raise NoLedger(f"{self._run.ledger} is of lineage {seen.lineage}: {ended}")
         except NoLedger as error:
             if state is not RunState.STARTING:
                 problems.append(str(error))
@@ -191,11 +206,20 @@ class Looker:
     def _metrics(self, problems: list[str]) -> tuple[Mapping[str, Any], ...]:
         try:
             for row in self._tail.read():
-                self._rows.append(row)
-                self._set_aside += int(row.get("rollout/set_aside") or 0)
+                self._rows.add(row)
+                self._forget(row["batch"])
+                if aside := int(row.get("rollout/set_aside") or 0):
+                    self._set_aside[row["batch"]] = aside
         except OSError as error:
             problems.append(f"{self._run.metrics} cannot be read: {error.strerror}")
+        if self._rows and self._rows.newest.get("lineage", self._run.lineage) < self._run.lineage:
+            self._forget(self._run.cut)
+            self._rows.begin(self._run.cut)
         return tuple(self._rows)
+
+    def _forget(self, cut: int) -> None:
+        for batch in [batch for batch in self._set_aside if batch >= cut]:
+            del self._set_aside[batch]
 
     def _logged(self, problems: list[str]) -> tuple[LoggedError, ...]:
         try:
@@ -203,6 +227,11 @@ class Looker:
         except OSError as error:
             problems.append(f"{self._run.logs_dir} cannot be read: {error.strerror} ({error.filename})")
             return ()
+
+
+def _plain(made: Checkpoint) -> dict[str, Any]:
+    plain = {"path": str(made.path), "batch": made.batch, "lineage": made.lineage, "created_at": made.created_at}
+    return plain | {"bytes": made.size, "parts": sorted(made.parts)}
 
 
 def _alive(snapshot: Snapshot | None) -> dict[str, bool | None]:
@@ -219,14 +248,3 @@ def _lives(seen: Seen) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= seen.joined + 1.0
     except psutil.NoSuchProcess:
         return False
-
-
-def _taken_part_in(runtime_dir: Path) -> bool:
-    """Whether a process of this host takes part in the run: who does, holds a lock on its runtime directory. Looked up
-    and not tried, for a lock that is tried may be in the way of one who means it."""
-    try:
-        inode = runtime_dir.stat().st_ino
-        locks = Path("/proc/locks").read_text()
-    except OSError:
-        return False
-    return any(line.split()[1] == "FLOCK" and f":{inode} " in line for line in locks.splitlines() if line.strip())

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from relax.launch.progress import duration
@@ -62,7 +63,8 @@ def _run(status: Status) -> Iterator[str]:
         text += f", exit code {code}"
     if ledger is not None:
         text += f" {'for' if status.state.goes_on else 'after'} {duration(status.now - ledger.opened_at)}"
-        text += f", lineage {ledger.lineage}" if ledger.lineage else ""
+    if status.run.lineage:
+        text += f"; lineage {status.run.lineage}, resumed at batch {status.run.cut}"
     yield text
     if status.ended is not None and status.ended.code:
         yield f"launcher: {status.ended.text}"
@@ -84,6 +86,12 @@ def _run(status: Status) -> Iterator[str]:
         if status.state.goes_on and total is not None and ledger.batch_seconds:
             text += f"; left {duration((total - ledger.trained) * ledger.batch_seconds)}"
         yield text
+    if (made := status.checkpoint) is not None:
+        age = duration(max(0.0, status.now - datetime.fromisoformat(made.created_at).timestamp()))
+        of = f" in lineage {made.lineage}" if status.run.lineage else ""
+        yield f"checkpoint: {made.batch}, written {age} ago{of}, {_text(made.size / 1e6)} MB"
+    elif ledger is not None:
+        yield "checkpoint: none"
     if snapshot is not None and status.state.goes_on:
         yield f"next: {snapshot.waits}; last progress {_age(status.now - snapshot.moved)} ago"
         if snapshot.missing:
@@ -166,7 +174,8 @@ def _lost(status: Status) -> Iterator[str]:
     if ledger is None:
         return
     balance = ledger.conservation
-    yield f"groups: {balance}"
+    of = f" of lineage {ledger.lineage}" if ledger.lineage else ""
+    yield f"groups{of}: {balance}"
     if not balance.holds:
         yield "problem: groups are missing from the ledger's own account"
     if status.set_aside:

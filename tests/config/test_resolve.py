@@ -88,7 +88,7 @@ def test_config_yaml_holds_what_was_resolved(topology: Write) -> None:
     text = resolved.config_yaml()
     values = yaml.safe_load(text)
     assert values["lr"] == 1e-5 and values["global_batch_size"] == 8 and values["advantage_estimator"] == "grpo"
-    assert "load" not in values
+    assert "eval_interval" not in values
     (line,) = (line for line in text.splitlines() if line.startswith("lr:"))
     assert line.endswith("# flag")
 

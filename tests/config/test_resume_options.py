@@ -63,6 +63,18 @@ def test_a_finished_run_says_so() -> None:
     assert told(cut=60, num_rollout=61) == []
 
 
+def test_a_run_that_ended_well_goes_on_when_its_end_is_moved() -> None:
+    for ends in ({"num_rollout": 60}, {"num_rollout": 60, "num_epoch": 2}, {"num_rollout": None, "num_epoch": 2}):
+        before = yaml.safe_load(resolve(BASE | ends, None).config_yaml())
+
+        def told(before: Any = before, **options: Any) -> list[str]:
+            given = {name: value for name, value in (BASE | options).items() if value is not None}
+            return [v.option for v in differences(before, "c", Options(**given), 10, ended=True)]
+
+        assert told(**ends) == ["--num-rollout" if ends["num_rollout"] else "--num-epoch"]
+        assert told(**{name: end and end + 1 for name, end in ends.items()}) == []
+
+
 def test_a_schedule_that_would_move_with_the_end_is_refused_and_can_be_kept() -> None:
     before = {"lr_decay_style": "cosine"}
     assert told(before=before) == []

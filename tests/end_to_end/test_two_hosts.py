@@ -14,6 +14,7 @@ import zmq
 from namespaces import Host, NoNamespaces, two_hosts
 
 from relax.config.keys import write_secret
+from relax.metrics.history import read_rows
 
 PATIENCE = 200.0
 BATCHES = 4
@@ -121,7 +122,7 @@ def test_a_run_across_two_hosts_works_with_keys_and_discloses_nothing_without(
     engines = Launched(right, file, tmp_path, "engines", "--keys", keys)
     assert engines.end()[0] == 0, engines.output.read_text()
     assert trainer.end()[0] == 0, trainer.output.read_text()
-    rows = [json.loads(line) for line in (trainer.directory / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(trainer.directory / "metrics.jsonl")
     assert [row["version"] for row in rows] == list(range(1, BATCHES + 1))
     joined = {r["member"]: r["node"] for r in trainer.events("controller", "member_joined")}
     assert joined["rollout-1"] == joined["reward-0"] == "right" and joined["actor"] == "left"

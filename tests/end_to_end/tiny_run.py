@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from relax.metrics.history import read_rows
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "topologies" / "tiny"
 # Bounds a run that hangs; a run takes well under a minute on two idle cores.
@@ -40,7 +42,8 @@ class Run:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        """Those that count, one a batch."""
+        return read_rows(self.directory / "metrics.jsonl")
 
     def column(self, name: str) -> list[Any]:
         return [row[name] for row in self.rows]

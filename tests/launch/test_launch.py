@@ -226,6 +226,12 @@ def test_when_the_budget_is_spent_the_first_of_its_errors_is_told(launch: Launch
     assert f"at {first[11:19]} UTC" in last
 
 
+def test_who_waits_to_be_started_again_for_longer_than_the_peer_timeout_has_not_ended(launch: Launch) -> None:
+    code, _, err = launch.start("--peer-timeout", "0.3", "--restart-budget", "3/600", reward_0="exit=3").end()
+    assert code == 1 and err.count("reward-0 ended with exit code 3; it is started again") == 3
+    assert "failed: reward-0 ended with exit code 3" in err
+
+
 def test_an_error_that_was_survived_is_not_the_first_of_the_run(launch: Launch) -> None:
     launch.start(
         "--restart-budget", "9/600", reward_0="once log=hiccup sleep=600", actor="sleep=4 log=disk_full exit=1"
@@ -356,7 +362,7 @@ def test_with_restart_a_run_is_resumed_as_often_as_the_budget_says(launch: Launc
     ("flags", "problem"),
     [
         (("--restart", "--no-save"), "--no-save leaves nothing to go on from"),
-        (("--no-load-optim",), "without --resume no checkpoint is loaded"),
+        (("--no-load-optim",), "without --resume or --load no checkpoint is loaded"),
         (("--resume", "/elsewhere", "--run-dir", "here"), "is another directory than --run-dir here"),
         (("--resume", "/elsewhere"), "is no run directory"),
         (("--resume",), "names no run"),

@@ -9,30 +9,12 @@ import pytest
 from rich.console import Console
 
 from relax.launch import progress as module
-from relax.launch.progress import MetricsTail, PlainView, Progress, TableView, duration
+from relax.launch.progress import PlainView, Progress, TableView, duration
 
 
 def row(batch: int, **more: Any) -> str:
     facts = {"batch": batch, "rollout/raw_reward": 0.5, "train/loss": -0.25, "perf/tokens_per_s": 2048.4}
     return json.dumps(facts | {"rollout/response_len/mean": 12.34, "train/staleness/max": 2} | more) + "\n"
-
-
-def test_each_row_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = MetricsTail(file)
-    assert tail.read() == []
-    file.write_text(row(0) + row(1)[:20])
-    assert [r["batch"] for r in tail.read()] == [0]
-    assert tail.read() == []
-    with file.open("a") as more:
-        more.write(row(1)[20:] + row(2))
-    assert [r["batch"] for r in tail.read()] == [1, 2]
-
-
-def test_lines_that_are_no_rows_are_passed_over(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text("{\n[]\n\n" + json.dumps({"step": 1}) + "\n" + row(0))
-    assert [r["batch"] for r in MetricsTail(file).read()] == [0]
 
 
 def test_time_left_follows_the_recent_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +30,30 @@ def test_time_left_follows_the_recent_rate(tmp_path: Path, monkeypatch: pytest.M
         progress.update()
     assert progress.left() == pytest.approx(60 * 2.0)
     assert Progress(file, total=None).left() is None
+
+
+def test_a_resume_begins_the_rate_anew_and_its_rows_take_the_place_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    file = tmp_path / "metrics.jsonl"
+    progress = Progress(file, total=100)
+
+    def trains(batch: int, seconds: float, reward: float = 0.5) -> None:
+        clock[0] += seconds
+        with file.open("a") as more:
+            more.write(row(batch, **{"rollout/raw_reward": reward}))
+        progress.update()
+
+    for batch in range(8):
+        trains(batch, 1.0)
+    trains(5, 500.0, reward=0.75)
+    assert progress.done == 6 and progress.left() is None
+    assert [r["batch"] for r in progress.rows] == [0, 1, 2, 3, 4, 5]
+    assert [r["rollout/raw_reward"] for r in progress.rows][-2:] == [0.5, 0.75]
+    trains(6, 3.0)
+    assert progress.left() == pytest.approx(93 * 3.0)
 
 
 def test_a_line_in_a_pipe_has_what_the_row_has(tmp_path: Path) -> None:

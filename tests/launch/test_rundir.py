@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from relax.config.violation import ConfigError
-from relax.launch import rundir
+from relax.launch import places, rundir
 from relax.launch.obstacle import obstacle
 from relax.launch.places import places_of
 from relax.launch.plan import mark_of
@@ -222,12 +222,50 @@ def test_a_resumed_run_keeps_its_id_and_is_a_lineage_of_its_own(tmp_path: Path) 
     assert run.config.read_text() == "lr: 2\n" and run.topology.read_text() == "a: 3\n"
 
 
+def test_the_model_of_an_earlier_end_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run").leave()
+    run = RunDir.resume(tmp_path / "run", 3)
+    run.set_aside_export()
+    run.export_dir.mkdir()
+    (run.export_dir / "model.safetensors").touch()
+    run.set_aside_export()
+    assert not run.export_dir.exists() and (run.path / "export.before-1" / "model.safetensors").is_file()
+    run.leave()
+
+
 def test_a_run_that_is_alive_is_not_resumed(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"--resume.*a run is going on there"):
+    with pytest.raises(ConfigError, match=rf"--resume.*a run is going on there \(pid {os.getpid()}\)"):
         RunDir.resume(tmp_path / "run", 0)
+    joined = [RunDir.create_or_join(tmp_path / "run") for _ in range(2)]
+    assert places.members(run.runtime_dir) == [os.getpid()]
+    for one in joined:
+        one.leave()
     assert RunDir.load(tmp_path / "run").lineage == 0
     run.leave()
+
+
+def test_of_several_who_resume_a_run_at_once_one_does(tmp_path: Path) -> None:
+    RunDir.create(tmp_path / "run").leave()
+    ends: list[str] = []
+
+    def resume() -> None:
+        try:
+            run = RunDir.resume(tmp_path / "run", 0, after=0)
+        except ConfigError as refused:
+            ends.append(str(refused))
+        else:
+            ends.append("resumed")
+            run.leave()  # whoever comes now finds it dead, and in another life than it looked at
+
+    threads = [threading.Thread(target=resume) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends.count("resumed") == 1 and RunDir.load(tmp_path / "run").lineage == 1
+    refused = [end for end in ends if end != "resumed"]
+    assert all("going on there" in end or "resumed it meanwhile, as lineage 1" in end for end in refused), refused
 
 
 def test_what_was_killed_is_resumed_and_its_remains_are_cleared(

@@ -1,5 +1,6 @@
 """Where a run stands by its ledger: stages, the oldest group, rates; also while it is written."""
 
+import contextlib
 import itertools
 import sqlite3
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from relax.ledger import GroupBook, Ledger, LedgerError, State
 from relax.ledger.progress import look
 from relax.ledger.queries import NoLedger, read
+from relax.ledger.resume import reopen, resume
 from relax.ledger.schema import SCHEMA
 
 
@@ -53,6 +55,33 @@ def test_a_look_finds_stages_oldest_and_rates(tmp_path: Path) -> None:
     assert view.trained_tokens_per_s == pytest.approx(20 / view.batch_seconds)
     later = look(connection, now=view.newest_entry + 3600)
     assert later.sampled_groups_per_s == 0 and later.trained_groups_per_s == view.trained_groups_per_s
+
+
+def test_after_a_resume_batches_are_of_the_run_and_rates_of_its_present_life(tmp_path: Path) -> None:
+    written(tmp_path / "copy.sqlite")
+    with contextlib.closing(sqlite3.connect(tmp_path / "copy.sqlite", isolation_level=None)) as before:
+        before.execute("UPDATE batches SET oldest = -6 WHERE batch = 1")  # of staleness 7, and not inherited
+        before.execute("UPDATE batches SET oldest = -5 WHERE batch = 0")
+    revived = resume(tmp_path / "copy.sqlite", 1)
+    reopen(tmp_path / "copy.sqlite", tmp_path / "ledger.sqlite", cut=1, lineage=3)
+    seconds = itertools.count(5000)
+    book = GroupBook(3, clock=lambda: float(next(seconds)))
+    book.revive(revived)
+    with Ledger.reopened(tmp_path / "ledger.sqlite", run_id="", lineage=3, first_batch=1) as ledger:
+        for group in (2, 3, 4, 5):
+            lease = book.issue(group, "rollout-0", 1)
+            book.advance(lease, State.SAMPLED, oldest=1, tokens=30, location="rollout-0")
+            book.advance(lease, State.READY, oldest=1, tokens=30, location="advantages")
+        for batch in (1, 2):
+            book.commit(batch, [2 * batch, 2 * batch + 1])
+            book.started(batch)
+            book.trained(batch)
+        book.save(ledger)
+    view = look(read(tmp_path / "ledger.sqlite"))
+    assert (view.lineage, view.first_batch, view.trained, view.committed, view.staleness) == (3, 1, 3, 3, 5)
+    assert view.conservation.trained == 4 and view.conservation.holds
+    assert view.batch_seconds and view.batch_seconds < 100, "not from the life before to this one"
+    assert view.trained_tokens_per_s == pytest.approx(60 / view.batch_seconds)
 
 
 def test_a_ledger_without_a_group_is_no_error(tmp_path: Path) -> None:

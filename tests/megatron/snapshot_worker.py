@@ -76,9 +76,9 @@ def save(trained: Learner, path: Path) -> dict:
     return seen
 
 
-def load(trained: Learner, path: Path) -> dict:
-    """Goes on from what was saved."""
-    loaded = snapshot.load(path, trained.network, trained)
+def load(trained: Learner, path: Path, generators: bool = True) -> dict:
+    """Goes on from what was saved, on another grid without the generators."""
+    loaded = snapshot.load(path, trained.network, trained, generators=generators)
     seen: dict = {"about": loaded.about, "generators": loaded.generators}
     seen |= {"weights": weights(trained), "draws": everyones(draws())}
     seen["steps"] = train(trained, AFTER)
@@ -128,7 +128,7 @@ def main() -> None:
     options = work_options(output, tensor_parallel_size=2)
     if act == "load":
         made = learner("tensor", {"tensor_parallel_size": 2}, output / "qwen3")
-        seen = load(made, output / "one-rank")
+        seen = load(made, output / "one-rank", generators=False)
         if dist.get_rank() == 0:
             torch.save(seen, output / "load-one-rank.pt")
     elif dist.get_rank() == 0:

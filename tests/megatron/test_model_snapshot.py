@@ -130,6 +130,22 @@ def test_without_the_optimizer_state_steps_begin_anew(saved, copy, models):
     assert not torch.equal(dict(policy.state())["lm_head.weight"], dict(whole.state())["lm_head.weight"])
 
 
+def test_a_new_run_takes_the_moments_and_begins_its_own_schedule(saved, models):
+    options = {"lr_decay_style": "linear", "lr_decay_steps": 6, "lr_warmup_steps": 2}
+    policy, whole = fresh(models, **options), fresh(models)
+    worker.train(policy, range(1))
+    assert load(saved, policy, steps=False) == snapshot.Loaded({"batch": 3}, 0, optimizer=True, generators=True)
+    load(saved, whole)
+    assert (policy.steps, policy.skipped_steps, policy.optimizer.updates) == (0, 0, 3) and whole.steps == 3
+    before, batch, norm = worker.weights(policy), tiny.batch(3), "model.norm.weight"
+    first, fourth = policy.train(batch, loss_of(batch)), whole.train(batch, loss_of(batch))
+    assert (first.step, first.lr) == (0, policy.optimizer.schedule.at(0)) and first.lr < fourth.lr
+    assert (first.loss, first.grad_norm) == (fourth.loss, fourth.grad_norm)
+    # A weight without decay moves by the rate times what the moments say, which are those of the checkpoint.
+    ours, theirs = (worker.weights(p)[norm] - before[norm] for p in (policy, whole))
+    assert torch.allclose(ours / first.lr, theirs / fourth.lr, atol=2e-3)  # weights near 1 have steps of 1e-7
+
+
 def test_without_generators_they_stay_as_they_are(copy, models):
     (copy / "rng-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rng-00000.safetensors is missing; --no-load-rng goes on"):
@@ -434,7 +450,11 @@ def test_one_rank_loads_the_weights_of_two_and_goes_on_close_to_them(case, two_r
     kind, changes = worker.CASES[case]
     expected = read(two_ranks / f"save-{case}.pt")
     made = learner(case, {"train_dtype": changes.get("train_dtype", "float32")}, two_ranks / kind)
-    seen = worker.load(made, two_ranks / f"checkpoint-{case}")
+    with pytest.raises(
+        CheckpointError, match=r"was written on 2 ranks.*, this model is on 1 rank, and .*--no-load-rng"
+    ):
+        worker.load(made, two_ranks / f"checkpoint-{case}")
+    seen = worker.load(made, two_ranks / f"checkpoint-{case}", generators=False)
     assert_equal(seen["weights"], expected["weights"])
     assert seen["generators"] is False
     rough = "train_dtype" in changes

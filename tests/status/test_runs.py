@@ -104,7 +104,13 @@ def test_a_run_is_seen_from_its_start_to_kill_9_of_everything(tmp_path: Path) ->
         seen = looks[-1]
         assert seen.ledger is not None and seen.ledger.trained_groups_per_s and seen.ledger.sampled_groups_per_s > 0
         (seen,) = run.look_until(
-            looker, lambda seen: bool(seen.ledger and seen.ledger.oldest) and len(seen.alive) == 8
+            looker,
+            lambda seen: (
+                bool(seen.ledger and seen.ledger.oldest)
+                and len(seen.alive) == len(SERVICES)
+                and seen.snapshot is not None
+                and all(one.rss_bytes for one in seen.snapshot.services)  # who came last has been measured too
+            ),
         )[-1:]
         assert seen.ledger is not None and seen.snapshot is not None
         assert sum(stage.groups for stage in seen.ledger.stages) >= len(seen.ledger.oldest) > 0
@@ -112,7 +118,7 @@ def test_a_run_is_seen_from_its_start_to_kill_9_of_everything(tmp_path: Path) ->
         assert f"oldest open: group {oldest.group} (attempt 0), drawn " in text(seen)
         assert oldest.state == State.PENDING.word or oldest.holder
         assert list(seen.alive) == SERVICES and set(seen.alive.values()) == {True}
-        assert all(one.rss_bytes and one.lives == 1 for one in seen.snapshot.services)
+        assert all(one.lives == 1 for one in seen.snapshot.services)
         assert {one.pid for one in seen.snapshot.services} == {one.pid for one in looks[-1].snapshot.services}  # type: ignore[union-attr]
         assert "next: batch " in text(seen)
         for one in seen.snapshot.services:

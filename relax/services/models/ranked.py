@@ -43,7 +43,7 @@ class RankedLearner(RankedModel[L]):
     """See `TrainerModel`."""
 
     async def load(self, part: Path) -> int:
-        return (await load_part(self.ranks, self.work, part, self.service.options)).steps
+        return (await load_part(self.ranks, self.work, part, self.service.context)).steps
 
     async def reserve(self) -> int:
         return await self.ranks.run(self.work.reserve_snapshot)
