@@ -362,6 +362,7 @@ def test_with_restart_a_run_is_resumed_as_often_as_the_budget_says(launch: Launc
     ("flags", "problem"),
     [
         (("--restart", "--no-save"), "--no-save leaves nothing to go on from"),
+        (("--restart", "--restart-budget", "0/600"), "--restart-budget 0/600 allows no restart"),
         (("--no-load-optim",), "without --resume or --load no checkpoint is loaded"),
         (("--resume", "/elsewhere", "--run-dir", "here"), "is another directory than --run-dir here"),
         (("--resume", "/elsewhere"), "is no run directory"),
