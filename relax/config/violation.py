@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from relax.config.fields import flag
@@ -24,7 +25,8 @@ class Violation:
 
     def __str__(self) -> str:
         where = f" (from {self.source})" if self.source else ""
-        return f"{self.option} = {self.value!r}{where}: {self.problem}. {self.fix}"
+        value = str(self.value) if isinstance(self.value, Path) else self.value
+        return f"{self.option} = {value!r}{where}: {self.problem}. {self.fix}"
 
 
 def refuse(options: Any, name: str, problem: str, fix: str) -> Violation:

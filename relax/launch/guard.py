@@ -39,8 +39,15 @@ class Guard:
 
     def watch(self, session: int) -> None:
         """Every process of this session is to end too, whatever its environment says."""
+        self._tell(session)
+
+    def forget(self, session: int) -> None:
+        """Nothing of this session is left: its number may be given to a session of anybody."""
+        self._tell(-session)
+
+    def _tell(self, number: int) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, f"{session}\n".encode())
+            os.write(self._pipe, f"{number}\n".encode())
 
     def dismiss(self, deadline: float = 10.0) -> None:
         """Lets the guard do its round and waits for it to end; kills it at the deadline."""
@@ -56,7 +63,9 @@ def main(mark: str, runtime_dir: Path, shm_dir: Path) -> None:
     # Whatever ends the starter must not end its guard: a terminal that closes, a group that is signalled.
     for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(kind, signal.SIG_IGN)
-    sessions = {int(line) for line in sys.stdin}
+    sessions: set[int] = set()
+    for number in map(int, sys.stdin):
+        (sessions.add if number > 0 else sessions.discard)(abs(number))
     sweep(mark, sessions)
     remove_if_dead(runtime_dir, shm_dir)
 

@@ -1,10 +1,12 @@
-"""What one process owes its parent."""
+"""What one process owes its parent: its end, and how it ended."""
 
 import ctypes
 import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+# Exit code of a service that was refused, or told that the run has failed: it is not to be started again.
+IN_VAIN = 2
 
 
 def die_with_parent(kind: signal.Signals = signal.SIGKILL) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from relax.checkpoints import Checkpoint, CheckpointDirectory
+from relax.config.budget import RestartBudget
 from relax.config.options import NEWEST, Options
 from relax.config.resume import differences
 from relax.config.violation import ConfigError, Violation, refuse
@@ -71,6 +72,9 @@ def restart_acts(options: Options, hosts: bool) -> Iterator[Violation]:
         return
     if not options.save:
         yield refuse(options, "restart", "cannot act: --no-save leaves nothing to go on from", "Leave one of them out.")
+    if RestartBudget.parse(options.restart_budget).restarts == 0:
+        problem = f"cannot act: --restart-budget {options.restart_budget} allows no restart"
+        yield refuse(options, "restart", problem, "Allow some, or leave it out.")
     if hosts:
         problem = "cannot act: the launcher of each host ends with the run"
         yield refuse(options, "restart", problem, "Leave it out, and start every host again with --resume.")

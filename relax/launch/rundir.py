@@ -3,7 +3,8 @@
 Layout (relax never writes outside these three):
 
     <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
-                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume)
+                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume,
+                 topology.<node>.yaml the file that the launcher of a node was given)
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -192,6 +193,7 @@ class RunDir:
                 raise ConfigError([_refusal(path, problem, "--resume", "Try again.")])
             with _refusing(path, "--resume", "Make the directory writable."):
                 run.lineage, run.cut = run.lineage + 1, cut
+                run.runtime_dir, run.shm_dir = places_of(run.run_id)  # the old ones may be gone with a login
                 run._member = enter(run.runtime_dir, run.shm_dir)
                 try:
                     for file, text in ((run.config, config), (run.topology, topology)):
@@ -242,14 +244,18 @@ class RunDir:
             run = cls.load(path)
             if run.run_id != run_id:
                 raise ConfigError([_refusal(path, f"it holds run {run.run_id}, the controller's is {run_id}")])
-            anew = (run.lineage, run.cut) != (life.lineage, life.cut)
-            if run.lineage > life.lineage or (anew and _live(path)):
+            alive, anew = _live(path), (run.lineage, run.cut) != (life.lineage, life.cut)
+            if run.lineage > life.lineage or (anew and alive):
                 problem = f"lineage {run.lineage} of the run is there, the controller's is {life.lineage}"
                 raise ConfigError([_refusal(path, problem, fix="End what is left of the other one.")])
+            if not alive:
+                run.runtime_dir, run.shm_dir = places_of(run_id)
             run._member = enter(run.runtime_dir, run.shm_dir)
+            run.lineage, run.cut = life.lineage, life.cut
             if anew:
-                run.lineage, run.cut = life.lineage, life.cut
                 run._write(config, topology)
+            elif not alive:
+                run._write_places()
             return run
 
     @classmethod
@@ -268,6 +274,18 @@ class RunDir:
             problem = f"is a damaged run directory: {RECORD} cannot be read ({type(error).__name__}: {error})"
             raise ConfigError([_refusal(path, problem, option, "Name another one.")]) from None
         return cls(path.absolute(), run_id, Path(runtime_dir), Path(shm_dir), lineage=lineage, cut=cut)
+
+    def topology_of(self, node: str | None) -> Path:
+        """The topology as the launcher of `node` was given it: nodes may be added to a run under way, and then theirs
+        says more than the one that the run was opened with."""
+        return self.topology if node is None else self.path / file_name(f"topology.{node}.yaml", "the topology")
+
+    def keep_topology(self, node: str | None, text: str) -> None:
+        _write_whole(self.topology_of(node), text)
+
+    def goes_on(self) -> bool:
+        """Whether somebody on this host still takes part; the remains of a run that is over are cleared away."""
+        return _live(self.path)
 
     def leave(self, deadline: float = 2.0) -> bool:
         """Ends this process's part in the run; the last one on the host removes sockets and shared memory.
@@ -336,10 +354,12 @@ def _home(run_id: str) -> Path | None:
     return home.resolve() if home.is_dir() else None
 
 
-def refusals(path: Path) -> list[Violation]:
-    """Why no run can be opened in `path`; leaves nothing there."""
+def refusals(path: Path, *, joins: bool = False) -> list[Violation]:
+    """Why no run can be opened in `path`, or joined there; leaves nothing there."""
     if problem := obstacle(path):
         return [_refusal(path, problem)]
+    if joins:  # which run it may hold is known when the controller has told of its own
+        return []
     for remains in ("ledger.sqlite", "metrics.jsonl"):
         if (path / remains).exists():
             return [_refusal(path, f"it holds the {remains} of an earlier run")]

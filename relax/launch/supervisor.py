@@ -1,8 +1,8 @@
 """Starts the processes of a run, watches them, and leaves none behind.
 
 A run goes through: starting -> running -> (ended | failed | interrupted) -> stopping -> swept. `failed` is the first
-process that ends with another code than 0 and is not started again, or one other than a rollout replica that ends
-before the run does.
+process that ends with another code than 0 and is not started again, or one other than a replica that ends before the
+run does.
 
 A service that may be started again is, within its budget: what its dead life left is killed, and the new one has the
 same name and command. A service that lives shows it (a file that it touches); one that has not for the peer timeout is
@@ -14,17 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from types import FrameType
-from typing import Any
 
 from relax.config.budget import RestartBudget
+from relax.config.schema import REPLICATED
 from relax.launch.guard import Guard
 from relax.launch.plan import ProcessPlan
+from relax.launch.process import IN_VAIN
 from relax.launch.rundir import RunDir
+from relax.launch.stopping import StopSignals
 from relax.launch.sweep import kill_session, sweep
 
 POLL_SECONDS = 0.1
@@ -42,7 +42,6 @@ ENDING_SECONDS = 15.0
 # After so long between two looks it is the launcher that was held up.
 HELD_UP_SECONDS = 2.0
 NO_RESTARTS = RestartBudget(0, 1.0)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True)
@@ -74,6 +73,8 @@ class Child:
             return "is running"
         if self.hung is not None:
             return f"gave no sign of life for {self.hung:.0f} s and was killed"
+        if code == IN_VAIN:
+            return f"ended with exit code {code}: it was refused, or told that the run has failed"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -102,6 +103,7 @@ class Supervisor:
         plans: Sequence[ProcessPlan],
         *,
         mark: str,
+        signals: StopSignals,
         peer_timeout: float = 60.0,
         startup_timeout: float = 300.0,
         budget: RestartBudget = NO_RESTARTS,
@@ -117,28 +119,27 @@ class Supervisor:
         self.restarted = restarted
         self.tick = tick
         self.children: list[Child] = []
-        self._signal: signal.Signals | None = None
-        self._signals = 0
+        self._signals = signals
         self._ended: float | None = None
         self._sessions: set[int] = set()
         self._looked = time.monotonic()
 
     def run(self) -> Outcome:
-        """Runs everything to its end and clears up. Must be called from the main thread.
+        """Runs everything to its end and clears up. The signals must be such as are only noted.
 
         A controller that ends with 0 ends the run; without a controller on this host the run ends when all processes
         have ended with 0.
         """
         guard = Guard(self.mark, self.run_dir.runtime_dir, self.run_dir.shm_dir)
         try:
-            with self._catching_signals():
-                try:
-                    for plan in self.plans:
+            try:
+                for plan in self.plans:
+                    if self._signals.first is None:
                         self.children.append(child := Child(plan, self._start(plan, guard)))
                         self._begins(child)
-                    outcome = self._watch(guard)
-                finally:
-                    self._stop(self._ended or time.monotonic())
+                outcome = self._watch(guard)
+            finally:
+                self._stop(self._ended or time.monotonic())
         finally:
             self.run_dir.leave()
             guard.dismiss()
@@ -172,26 +173,43 @@ class Supervisor:
 
     # --- lives -------------------------------------------------------------------------------------------------------
 
-    def _again(self, child: Child) -> bool:
-        """Whether a child that ended is started again, now or soon."""
+    def _again(self, child: Child, guard: Guard) -> bool:
+        """Whether a child that failed is started again, now or soon."""
         if child.again_at is not None:
             return True
+        if child.process.returncode == IN_VAIN:
+            return False
         now = time.monotonic()
         while len(child.began) > 1 and now - child.began[1][0] >= self.budget.seconds:
             del child.began[0]
         spent = len(child.began) - 1
         if child.plan.role not in self.restarted or spent >= self.budget.restarts:
             return False
-        child.again_at = now + min(BACKOFF_SECONDS * 2**spent, LONGEST_BACKOFF_SECONDS)
+        self._clear_up_after(child, guard)
+        child.again_at = time.monotonic() + min(BACKOFF_SECONDS * 2**spent, LONGEST_BACKOFF_SECONDS)
         print(f"{child.name} {child.how()}; it is started again", file=sys.stderr, flush=True)
         return True
+
+    def _clear_up_after(self, child: Child, guard: Guard) -> None:
+        """Kills what a life that has ended left. From then on its session is not this run's: the system gives the
+        number to somebody else."""
+        kill_session(child.process.pid)
+        self._sessions.discard(child.process.pid)
+        guard.forget(child.process.pid)
+
+    def _clear_up_after_the_gone(self, guard: Guard) -> None:
+        """After replicas that left the run, once what they started had its time to end."""
+        end = datetime.now(UTC) - timedelta(seconds=ENDING_SECONDS)
+        for child in self.children:
+            gone = child.process.returncode == 0 and child.ended_at is not None and child.ended_at < end
+            if gone and child.process.pid in self._sessions:
+                self._clear_up_after(child, guard)
 
     def _restart(self, guard: Guard) -> None:
         """The next lives of those whose time has come. Nothing of the last one is left by then."""
         for child in self.children:
             if child.again_at is None or time.monotonic() < child.again_at:
                 continue
-            kill_session(child.process.pid)
             self.run_dir.sign_of_life(child.name).unlink(missing_ok=True)
             child.process = self._start(child.plan, guard)
             child.ended_at = child.again_at = child.sign = child.hung = None
@@ -229,15 +247,15 @@ class Supervisor:
     def _watch(self, guard: Guard) -> Outcome:
         controller = next((child for child in self.children if child.plan.role == "controller"), None)
         while True:
-            if self._signal is not None:
-                return Outcome(128 + self._signal, f"stopped by {self._signal.name}")
+            if (stopped := self._signals.first) is not None:
+                return Outcome(128 + stopped, f"stopped by {stopped.name}")
             self._poll()
             self._kill_the_hung()
             failed = self._failed()
-            if [child for child in failed if not self._again(child)]:
+            if [child for child in failed if not self._again(child, guard)]:
                 return self._failure(failed)
             if controller is not None and controller.process.returncode == 0:
-                return self._linger()
+                return self._linger(guard)
             running = [child for child in self.children if child.process.returncode is None]
             if controller is None and not running and not failed:
                 return Outcome(0, "every service of this node has ended")
@@ -245,17 +263,18 @@ class Supervisor:
                 how = f"ended {self.peer_timeout:g} s ago and the run goes on without it"
                 return Outcome(1, f"{early[0].name} {how}", dict.fromkeys((child.name for child in early), how))
             self._restart(guard)
+            self._clear_up_after_the_gone(guard)
             self.tick(self.children)
             time.sleep(POLL_SECONDS)
 
-    def _linger(self) -> Outcome:
+    def _linger(self, guard: Guard) -> Outcome:
         """The work is done; what ends now with an error still makes the run a failure."""
         self._ended = time.monotonic()
         end = self._ended + LINGER_SECONDS
-        while time.monotonic() < end and self._signal is None:
+        while time.monotonic() < end and self._signals.first is None:
             self._poll()
             # Who was about to be started again is not needed any more.
-            if failed := [child for child in self._failed() if not self._again(child)]:
+            if failed := [child for child in self._failed() if not self._again(child, guard)]:
                 return self._failure(failed)
             if all(child.process.returncode == 0 or child.again_at is not None for child in self.children):
                 break
@@ -278,11 +297,11 @@ class Supervisor:
         return Outcome(1, text, {child.name: child.how() for child in failed})
 
     def _ended_too_early(self) -> list[Child]:
-        """A rollout replica may leave the run; the controller, which knows the others, ends a run that has none. Who
+        """A replica may leave the run; the controller, which knows the others, ends a run that has none. Who
         waits to be started again, perhaps for longer than this, has not ended."""
         end = datetime.now(UTC) - timedelta(seconds=self.peer_timeout)
         ended = [c for c in self.children if c.ended_at and c.ended_at < end and c.again_at is None]
-        return [c for c in ended if c.plan.role != "rollout"]
+        return [c for c in ended if c.plan.role not in REPLICATED]
 
     def _stop(self, ended: float) -> None:
         """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.
@@ -293,8 +312,8 @@ class Supervisor:
             if child.process.poll() is None:
                 child.process.terminate()
         end = max(ended + END_SECONDS, time.monotonic() + LEAST_STOP_SECONDS)
-        seen = self._signals
-        while time.monotonic() < end and self._signals == seen:
+        seen = self._signals.count
+        while time.monotonic() < end and self._signals.count == seen:
             self._poll()
             if all(child.ended_at for child in self.children):
                 break
@@ -304,16 +323,3 @@ class Supervisor:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
         sweep(self.mark, self._sessions, term_seconds=1.0)
-
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signal = self._signal or signal.Signals(number)
-            self._signals += 1
-
-        earlier: dict[signal.Signals, Any] = {kind: signal.signal(kind, note) for kind in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for kind, handler in earlier.items():
-                signal.signal(kind, handler)

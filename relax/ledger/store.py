@@ -158,7 +158,8 @@ class Ledger:
         try:
             while work := self._take():
                 if isinstance(work, _Backup):
-                    self._back_up(work)
+                    if work.done.set_running_or_notify_cancel():  # its asker may have ended
+                        self._back_up(work)
                 else:
                     self._write(work)
         except Exception as error:  # whatever it is, the owner must hear of it
@@ -227,6 +228,8 @@ class Ledger:
         with self._changed:
             left = [item for item in self._queue if isinstance(item, _Backup)]
         for backup in left:
+            if not backup.done.set_running_or_notify_cancel():
+                continue
             backup.done.set_exception(LedgerError(f"{self.path} ended before it was copied to {backup.path}"))
 
 

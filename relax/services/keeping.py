@@ -31,8 +31,8 @@ class Keeping:
 
         trained c batches -> take(c) -> Trained(c - 1) -> ... -> Save(c) -> write
 
-    A copy that is still being written when the next cut comes is not disturbed, and that cut is left out unless the
-    model stands at it when it is asked for.
+    A copy that is still being written, or may be asked for yet, when the next cut comes is not disturbed, and that cut
+    is left out unless the model stands at it when it is asked for.
     """
 
     def __init__(
@@ -56,15 +56,14 @@ class Keeping:
         cut = message.batch
         if not message.directory:
             if self._held == cut:
-                await self._copies.drop()
-                self._held = None
+                await self._drop()
             return Saved(cut, "")
         if self._held != cut:
+            if self._held is not None and self._held < cut:
+                await self._drop()  # nobody asks for it any more: cuts rise, and one is written after the other
             async with busy:
                 if self._version.value != cut:
                     return Saved(cut, f"the state after batch {cut - 1} is gone: batch {self._version.value} is next")
-                if self._held is not None:
-                    await self._copies.drop()  # of a cut that nobody asks for any more
                 await self._take(cut)
         try:
             return await write_part(self._copies, self._checkpoints, self._role, message, self._watchdog)
@@ -75,6 +74,10 @@ class Keeping:
         self._held = cut
         await self._copies.take(cut)
 
+    async def _drop(self) -> None:
+        await self._copies.drop()
+        self._held = None
+
 
 async def write_part(copies: Copies, checkpoints: Path, role: str, message: Save, watchdog: Watchdog) -> Saved:
     """Writes what was copied into the checkpoint that the controller has begun. The copy is gone then."""
@@ -82,5 +85,5 @@ async def write_part(copies: Copies, checkpoints: Path, role: str, message: Save
     if not await asyncio.to_thread(whole.is_dir):
         await copies.drop()
         return Saved(message.batch, f"{whole} is not there: the hosts of controller and {role} must share it")
-    with watchdog.work():
+    with watchdog.work("writing a checkpoint"):
         return Saved(message.batch, await copies.write(whole / role))

@@ -10,7 +10,6 @@ produced them, and it goes straight on to a reward service.
 
 import asyncio
 import dataclasses
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,14 +18,13 @@ from typing import Any
 from relax.engines.base import BadResult, Request, RequestRefused, Result
 from relax.engines.registry import engine as make_engine
 from relax.logs.setup import adopt
-from relax.protocol.errors import ProtocolError, Refused
+from relax.protocol.errors import Refused
 from relax.protocol.messages import (
     Announce,
     Generate,
     GroupOrder,
     HandedBack,
     Lease,
-    Leaving,
     Rejected,
     Release,
     Sampled,
@@ -45,11 +43,10 @@ from relax.services.versions import oldest_version
 from relax.services.weight_updates import WeightUpdates
 from relax.weights.manifest import Manifest
 
-# How long the controller may take to hear that this replica leaves. At the end of a run it may be gone already, and the
-# launcher's promise of an end covers this too.
-LEAVE_SECONDS = 2.0
 # How often the tokens of running samples are counted.
 COUNT_SECONDS = 1.0
+# What the engine does with a draw.
+SAMPLING = "sampling"
 
 
 class Rollout(Service):
@@ -58,7 +55,6 @@ class Rollout(Service):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine = make_engine(context.engine, self.options, context.index)
-        self.leaving = False
         self.draws = HeldDraws()
         self.updates = WeightUpdates(
             self.engine, self.draws, self.options, self.watchdog, report=self.report, changed=self._settle
@@ -73,7 +69,7 @@ class Rollout(Service):
 
     async def prepare(self) -> None:
         self.activity = "starting the engine"
-        with self.watchdog.work():
+        with self.watchdog.work(self.activity):
             await self.engine.start()
         adopt("transformers")  # imported by the engine, with a handler of its own
         self.spawn(self._watch_engine(), "engine")
@@ -94,7 +90,7 @@ class Rollout(Service):
         """Every token is a sign that the engine gets on, to the watchdog and, with the counters, to the controller."""
         while True:
             if self.tokens.sees(self.engine.tokens()):
-                self.watchdog.moved()
+                self.watchdog.moved(SAMPLING)
             self.counters["tokens"] = self.tokens.total
             await asyncio.sleep(COUNT_SECONDS)
 
@@ -102,7 +98,8 @@ class Rollout(Service):
         drew = not future.cancelled() and future.exception() is None
         self.tokens.ended(request.id, len(future.result().token_ids) if drew else 0)
         self.counters["tokens"] = self.tokens.total
-        self.watchdog.moved()
+        if not future.cancelled():  # what is taken away from an engine says nothing of it
+            self.watchdog.moved(SAMPLING)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +182,7 @@ class Rollout(Service):
             await self._abort_running()
 
     async def _collect(self, draw: Draw) -> None:
-        with self.watchdog.work():
+        with self.watchdog.under_way(SAMPLING):
             results = await asyncio.gather(*draw.futures, return_exceptions=True)
         if not self.draws.runs(draw):
             return
@@ -248,27 +245,12 @@ class Rollout(Service):
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: int) -> None:
-        """The first signal to a member means: leave. The second, or one to a stranger: end."""
-        if self.leaving or not self.peers.members:
-            super()._signalled(number)
-            return
-        self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.draws.leases()))
-        self.leaving = True
+    def unfinished(self) -> int:
+        return len(self.draws.leases())
+
+    async def hand_back(self) -> None:
+        """Hands back what is not finished, and serves what is."""
         self._settle()
-        self.spawn(self._leave(number), "leave")
-
-    async def _leave(self, number: int) -> None:
-        """Tell the controller, hand back what is not finished, and serve what is until the controller says `Shutdown`.
-
-        It does so when nothing is held here any more, and to everybody when the run or the controller itself ends.
-        """
-        try:
-            await self.mailbox.tell(self.context.controller, Leaving(self.name), deadline=LEAVE_SECONDS)
-        except ProtocolError as error:
-            self.log.warning("left_without_goodbye", problem=str(error))
-            self.end(128 + number)
-            return
         self._hand_back_queued()
         await self._abort_running()
 
@@ -308,7 +290,7 @@ class Rollout(Service):
         if self.updates.loading is not None:
             self.activity, idle_for = f"loading version {self.updates.loading}", "weights"
         elif self.draws.running:
-            self.activity = "sampling"
+            self.activity = SAMPLING
         elif self.leaving:
             self.activity = "leaving"
         elif self.updates.admission.is_set():

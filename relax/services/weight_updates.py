@@ -78,7 +78,7 @@ class WeightUpdates:
         version, started = manifest.tag.version, time.monotonic()
         self.loading = version
         self._changed()
-        with self._watchdog.work():
+        with self._watchdog.work("loading weights"):
             await self._engine.pause()
             try:
                 await self._engine.load(manifest, store, deadline=self._options.peer_timeout)

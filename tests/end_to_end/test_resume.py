@@ -182,6 +182,7 @@ def test_a_truncated_checkpoint_is_skipped_and_the_one_before_is_used(tmp_path: 
     assert cuts(life.directory) == [0, marked[-2]]
 
 
+@pytest.mark.long
 def test_a_run_that_died_after_its_last_batch_ends_when_it_is_resumed(tmp_path: Path, data: str) -> None:
     life = begin(tmp_path, prompt_data=data, num_rollout=4, save_interval=None)
     assert life.until(lambda: (life.directory / "checkpoints" / "4" / "complete.json").is_file()), life.output
@@ -212,7 +213,7 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, data: str) -> None:
     assert life.end() == 2 and "is no run directory" in life.output
 
 
-@pytest.mark.parametrize("victim", ["actor", "controller"])
+@pytest.mark.parametrize("victim", ["actor", pytest.param("controller", marks=pytest.mark.long)])
 def test_with_restart_a_run_resumes_by_itself(tmp_path: Path, data: str, victim: str) -> None:
     tiny_run.write_topology(tmp_path, **SIMULATED | {"prompt_data": data, "num_rollout": None, "num_epoch": EPOCHS})
     life = Life(tmp_path, "--restart")

@@ -12,7 +12,7 @@ from stage import Stage, order, samples_of
 from relax.protocol.messages import HandedBack, Leaving, Rejected, Sampled, Score, Serving
 from relax.protocol.payload import Payload
 from relax.protocol.tensors import UNFINISHED, SampledGroup
-from relax.services import rollout
+from relax.services import service
 
 Patch = pytest.MonkeyPatch
 
@@ -219,7 +219,7 @@ def test_what_was_parked_badly_is_rejected(tied: Rig, monkeypatch: Patch) -> Non
 
 
 def test_a_second_signal_ends_a_replica_and_so_does_a_controller_that_is_gone(tied: Rig, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(rollout, "LEAVE_SECONDS", 0.3)
+    monkeypatch.setattr(service, "LEAVE_SECONDS", 0.3)
 
     async def scenario() -> None:
         async with Stage(tied, monkeypatch) as stage:

@@ -152,6 +152,7 @@ def test_a_simulated_run_has_no_model_to_load(tmp_path: Path, run: RunDir) -> No
     kinds |= {"rm_type": None, "custom_rm_path": "relax.simulation.reward:coin"}
     reasons = refused(tmp_path, "--load", str(path), "--no-load-optim", **kinds)
     assert [reason.split()[0] for reason in reasons] == ["--load", "--no-load-optim"]
+    assert reasons[0].startswith(f"--load = {str(path)!r} ")
     assert all("the engines are simulated, so there is no model" in reason for reason in reasons)
 
 

@@ -281,6 +281,28 @@ def test_what_was_killed_is_resumed_and_its_remains_are_cleared(
     run.leave()
 
 
+@pytest.mark.parametrize("how", ["resume", "join"])
+def test_a_run_goes_on_when_the_login_that_it_began_in_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The system removes $XDG_RUNTIME_DIR with the last session of its user."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as login:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", login)
+        run = RunDir.create(tmp_path / "run")
+        assert run.runtime_dir.parent == Path(login)
+        run.leave()
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    if how == "resume":
+        again = RunDir.resume(tmp_path / "run", 3)
+    else:
+        again = RunDir.join(tmp_path / "run", Welcome(run.run_id, 0, 0), name="t", directory=tmp_path)
+    assert again.runtime_dir.parent == Path("/tmp") and again.runtime_dir.is_dir()
+    beside = RunDir.create_or_join(tmp_path / "run")
+    assert beside.runtime_dir == again.runtime_dir
+    beside.leave()
+    again.leave()
+
+
 @pytest.mark.parametrize("made", [False, True])
 def test_where_no_run_was_there_is_nothing_to_resume(tmp_path: Path, made: bool) -> None:
     path = tmp_path / "run"

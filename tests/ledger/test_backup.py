@@ -4,6 +4,7 @@ import contextlib
 import resource
 import signal
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,30 @@ def test_a_closing_ledger_gives_up_its_copies(tmp_path: Path) -> None:
     assert done.exception() is None or "closed" in str(done.exception())
     with pytest.raises(LedgerError, match="is closed"):
         ledger.begin_backup(tmp_path / "other", 30)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_an_asker_that_ended_does_not_end_the_ledger(tmp_path: Path, closing: bool) -> None:
+    """A run that is stopped while a checkpoint is being cut: what was queued is written all the same."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    blocker = sqlite3.connect(ledger.path, isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    book = GroupBook()
+    turn(book, ledger, range(10))
+    done = ledger.begin_backup(tmp_path / "copy", 30)
+    assert done.cancel()
+    turn(book, ledger, range(10, 20))
+    closer = threading.Thread(target=ledger.close)
+    if closing:
+        closer.start()
+    blocker.execute("ROLLBACK")
+    blocker.close()
+    if closing:
+        closer.join(30)
+    else:
+        ledger.flush(10)
+        ledger.close()
+    assert rows(ledger.path) == 20
 
 
 def test_what_waits_in_the_book_is_said_to_wait(tmp_path: Path) -> None:

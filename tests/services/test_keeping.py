@@ -121,6 +121,36 @@ def test_a_copy_that_nobody_asked_for_makes_way_for_the_last_one(tmp_path: Path)
     play(tmp_path, 2, work)
 
 
+def test_a_copy_that_is_never_asked_for_costs_one_checkpoint_and_not_all_that_follow(tmp_path: Path) -> None:
+    """The controller heard of two batches at once and asks for the later cut; the trainer never stands still."""
+
+    async def ask_while_the_next_batch_is_trained(trainer: Trainer, cut: int) -> Saved:
+        async with trainer.busy:
+            asked = asyncio.ensure_future(trainer.save(cut))
+            await asyncio.sleep(0)
+            trainer.model.trained += 1
+            await trainer.keeping.trained(cut + 1)
+            trainer.version.reach(cut + 1)
+        return await asked
+
+    async def work(trainer: Trainer) -> None:
+        await trainer.train(2)
+        assert "is gone" in (await ask_while_the_next_batch_is_trained(trainer, 2)).problem
+        assert await ask_while_the_next_batch_is_trained(trainer, 3) == Saved(3, "") and trainer.saved(3) == "3"
+
+    play(tmp_path, 1, work)
+
+
+def test_a_copy_of_a_later_cut_is_kept_for_it(tmp_path: Path) -> None:
+    async def work(trainer: Trainer) -> None:
+        await trainer.train(2)
+        assert "is gone" in (await trainer.save(1)).problem
+        await trainer.train(1)
+        assert await trainer.save(2) == Saved(2, "") and trainer.saved(2) == "2"
+
+    play(tmp_path, 2, work)
+
+
 def test_a_directory_that_is_not_there_and_a_disk_that_refuses_are_told(tmp_path: Path) -> None:
     async def work(trainer: Trainer) -> None:
         await trainer.train(1)
