@@ -39,7 +39,7 @@ from relax.protocol.messages import (
 )
 from relax.protocol.payload import Payload, PayloadStore
 from relax.protocol.tensors import SampledGroup
-from relax.services import service
+from relax.services import rollout, service
 from relax.services.rollout import Rollout
 from relax.services.service import Context
 from relax.weights.manifest import Manifest
@@ -96,7 +96,7 @@ class Stage:
     ) -> None:
         # A service ends its process where its end hangs; here that process is the tests'.
         monkeypatch.setattr(service, "STUCK_SECONDS", 1e6)
-        self.rig = rig
+        self.rig, self.monkeypatch = rig, monkeypatch
         self.folder = Path(tempfile.mkdtemp(prefix="stage-"))
         self.stop_token_ids = stop_token_ids
         self.options = Options(
@@ -163,8 +163,9 @@ class Stage:
             sign_of_life=lambda name: self.folder / f"{name}.life",
         )
         context = Context(name, self.options, run, "", self.mailbox.endpoint, None, self.options, engine="vllm")
+        lent = Lent(self.rig.engine, self.stop_token_ids)
+        self.monkeypatch.setattr(rollout, "make_engine", lambda *args: lent)
         replica = Rollout(context)
-        replica.engine = Lent(self.rig.engine, self.stop_token_ids)  # type: ignore[assignment]
         self._joined[name] = asyncio.Event()
         self._lives[name] = (replica, asyncio.create_task(replica.main()))
         await asyncio.wait_for(self._joined[name].wait(), PATIENCE)
