@@ -32,8 +32,16 @@ class RankedModel(Generic[W]):
         """Starts the ranks, which live until `close`; one that falls ends the service."""
         self.work = await self.ranks.build(work, self.service.context.model_options, *args, **kwargs)
         self.service.spawn(self.ranks.keep(), "keeping the ranks")
+        self.service.counters["micro_batches"] = 0.0
+        self.work.tell(self._moved)
         self.copies = ModelCopies(self.ranks, self.work)
         self.service.log.info("model_built", parameters=self.work.num_parameters)
+
+    def _moved(self) -> None:
+        """A sign of progress to the watchdog and, with the counters, to the controller: a batch takes what it takes.
+        Called by the model's thread."""
+        self.service.watchdog.moved()
+        self.service.counters["micro_batches"] += 1
 
     async def close(self, clean: bool) -> None:
         await self.ranks.close(clean)
@@ -50,5 +58,6 @@ class RankedLearner(RankedModel[L]):
 
     async def train(self, taken: Taken) -> tuple[Metrics, float]:
         started = time.monotonic()
-        metrics = Metrics(await self.ranks.run(self.work.train, taken.tensors.arrays()))
+        with self.service.watchdog.work():
+            metrics = Metrics(await self.ranks.run(self.work.train, taken.tensors.arrays()))
         return metrics, time.monotonic() - started
