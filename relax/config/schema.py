@@ -75,6 +75,8 @@ ROLES: dict[str, type[ServiceEntry]] = {
     "reference": RankedEntry,
 }
 RANKED = frozenset(role for role, entry in ROLES.items() if issubclass(entry, RankedEntry))
+# Services that a run has several of: one of them may leave it.
+REPLICATED = frozenset(role for role, entry in ROLES.items() if issubclass(entry, ReplicatedEntry))
 # A service of these can be killed at any moment: the run goes on, and the launcher starts it again.
 RESTARTED = frozenset({"rollout", "reward", "advantages", "reference"})
 REQUIRED = ("controller", "rollout", "reward", "advantages", "actor")

@@ -24,12 +24,13 @@ from pydantic import ValidationError
 
 from relax.config.located import Located, Where, read_yaml
 from relax.config.options import Options
-from relax.config.refusals import explain, hint, nearest
+from relax.config.refusals import NAME_FIX, explain, hint, nearest
 from relax.config.schema import (
     ENDPOINT,
     PARALLEL,
     REQUIRED,
     ROLES,
+    RUN_NAME,
     TOP_LEVEL,
     ActorEntry,
     Entry,
@@ -81,6 +82,10 @@ class Topology:
     def on(self, node: str | None) -> tuple[Service, ...]:
         """The services of one node; all of them for None."""
         return tuple(service for service in self.services if node is None or service.node == node)
+
+    def has_controller(self, node: str | None) -> bool:
+        """Whether the controller is on this node, so that a run is opened there and joined on any other."""
+        return any(service.role == "controller" for service in self.on(node))
 
     def role(self, role: str) -> tuple[Service, ...]:
         return tuple(service for service in self.services if service.role == role)
@@ -135,6 +140,9 @@ class _Reader:
             services=tuple(services),
             options={**options, **self.options(options)},
         )
+        for name in nodes:
+            if not re.fullmatch(RUN_NAME, name):
+                self.refuse(("nodes", name), name, "is no name", NAME_FIX)
         self.check_hosts(topology)
         return topology
 

@@ -45,26 +45,34 @@ class Placement:
         seat.held -= 1
         self._list(name, seat)
 
-    def choose(self, allowed: Callable[[int], bool]) -> tuple[str, int] | None:
-        """Name and version of the emptiest replica with room whose version is `allowed`."""
+    def choose(self, allowed: Callable[[int], bool], but: str = "") -> tuple[str, int] | None:
+        """Name and version of the emptiest replica with room whose version is `allowed`, any `but` this one."""
         best: tuple[float, str, int] | None = None
         for version in list(self._heaps):
-            top = self._top(version)
+            top = self._top(version, but)
             if top is not None and (best is None or top < best[:2]) and allowed(version):
                 best = (*top, version)
         return None if best is None else best[1:]
 
-    def _top(self, version: int) -> tuple[float, str] | None:
+    def _top(self, version: int, but: str) -> tuple[float, str] | None:
         heap = self._heaps[version]
-        while heap:
+        passed_over: tuple[float, str] | None = None
+        top: tuple[float, str] | None = None
+        while heap and top is None:
             load, name = heap[0]
             seat = self._seats.get(name)
-            if seat is not None and seat.version == version and seat.held / seat.credit == load < 1:
-                return heap[0]
-            heapq.heappop(heap)
-            self._listed.discard((version, load, name))
-        del self._heaps[version]
-        return None
+            if seat is None or seat.version != version or not seat.held / seat.credit == load < 1:
+                heapq.heappop(heap)
+                self._listed.discard((version, load, name))
+            elif name == but:
+                passed_over = heapq.heappop(heap)
+            else:
+                top = heap[0]
+        if passed_over is not None:
+            heapq.heappush(heap, passed_over)
+        if not heap:
+            del self._heaps[version]
+        return top
 
     def _list(self, name: str, seat: _Seat) -> None:
         key = (seat.version, seat.held / seat.credit, name)

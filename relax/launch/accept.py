@@ -89,7 +89,7 @@ class _Beginning:
         except ConfigError as refused:
             found = [*refused.violations]
         if options.resume is None and options.run_dir is not None:
-            found += refusals(options.run_dir)
+            found += refusals(options.run_dir, joins=not topology.has_controller(self.node))
         if found or options.resume is not None or options.run_dir is not None:
             return located(resolved, found)
         return directory_refusals(topology.directory, str(topology.path))
@@ -99,7 +99,7 @@ class _Beginning:
         options, topology = resolved.options, resolved.topology
         assert topology is not None
         here = {service.role for service in topology.on(self.node)}
-        if "controller" not in here:
+        if not topology.has_controller(self.node):
             return
         path = named(options, topology.directory)
         assert path is not None

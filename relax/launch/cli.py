@@ -24,8 +24,10 @@ from relax.launch.outcome import Ended, record
 from relax.launch.plan import Command, bounds, describe, mark_of, plan, service_command
 from relax.launch.progress import PlainView, Progress, TableView, View
 from relax.launch.resume import Resumption, find, newest_marked
-from relax.launch.rundir import RunDir, numbered
-from relax.launch.supervisor import Outcome, Supervisor
+from relax.launch.rundir import Life, RunDir, numbered
+from relax.launch.stopping import Stopped, StopSignals, stop_signals
+from relax.launch.supervisor import ENDING_SECONDS, POLL_SECONDS, Outcome, Supervisor
+from relax.launch.sweep import processes_of
 from relax.metrics.history import end_of_rows, read_rows
 from relax.protocol.errors import PeerSilent
 from relax.protocol.hello import ask_run
@@ -42,16 +44,23 @@ def main(argv: Sequence[str] | None = None, command: Command = service_command) 
     parser.add_argument("--node", help="start the services of this node only (default: all)")
     parser.add_argument("--keygen", action=Keygen, metavar="DIR", help="make a new key for --keys in DIR, and exit")
     parser.add_argument("--dry-run", action="store_true", help="check everything, show options and plan, start nothing")
-    try:
-        wanted = accept(parser.parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as refused:
-        return _refuse(refused.violations)
-    for warning in warnings(wanted.resolved):
-        print(f"warning: {warning}", file=sys.stderr)
-    if wanted.given.own.dry_run:
-        print("\n\n".join([describe(wanted.resolved, wanted.node), *wanted.begins(), "Nothing was started."]))
-        return 0
-    return _launch(wanted, command)
+    with stop_signals() as signals:
+        try:
+            wanted = accept(parser.parse(sys.argv[1:] if argv is None else argv))
+            for warning in warnings(wanted.resolved):
+                print(f"warning: {warning}", file=sys.stderr)
+            if wanted.given.own.dry_run:
+                print("\n\n".join([describe(wanted.resolved, wanted.node), *wanted.begins(), "Nothing was started."]))
+                return 0
+            return _launch(wanted, command, signals)
+        except ConfigError as refused:
+            return _refuse(refused.violations)
+        except PeerSilent as silent:
+            print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
+            return 1
+        except Stopped as stopped:
+            print(f"stopped by {stopped}; nothing was started", file=sys.stderr)
+            return 128 + stopped.kind
 
 
 def _refuse(violations: Sequence[Violation]) -> int:
@@ -63,16 +72,18 @@ def _refuse(violations: Sequence[Violation]) -> int:
     return REFUSED
 
 
-def _launch(wanted: Accepted, command: Command) -> int:
+def _launch(wanted: Accepted, command: Command, signals: StopSignals) -> int:
+    """Raises ConfigError and PeerSilent where the run cannot be opened or joined, Stopped by a signal until then."""
+    with signals.noted():  # from here on there is something to clear up
+        life = asyncio.run(_life(wanted.resolved, wanted.node, signals))
+        run = _open_run(wanted.resolved, wanted.node, wanted.resumption, life)
+        return _run(wanted, command, run, signals)
+
+
+def _run(wanted: Accepted, command: Command, run: RunDir, signals: StopSignals) -> int:
+    """A run that is open, from its first life to the end of its last."""
     resolved, node = wanted.resolved, wanted.node
     options, began = resolved.options, datetime.now(UTC)
-    try:
-        run = _open_run(resolved, node, wanted.resumption)
-    except ConfigError as refused:
-        return _refuse(refused.violations)
-    except PeerSilent as silent:
-        print(f"no controller: {silent}; start its node, or raise --startup-timeout", file=sys.stderr)
-        return 1
     print(f"run directory: {run.path}")
     for line in wanted.begins():
         print(line)
@@ -84,13 +95,16 @@ def _launch(wanted: Accepted, command: Command) -> int:
     budget, resumed = RestartBudget.parse(options.restart_budget), deque[float]()
     with view:
         while True:
-            outcome = _live(wanted, command, run, view)
+            outcome = _live(wanted, command, run, view, signals)
             while resumed and time.monotonic() - resumed[0] >= budget.seconds:
                 resumed.popleft()
             if not options.restart or not _resumable(outcome, resolved) or len(resumed) >= budget.restarts:
                 break
             resumed.append(time.monotonic())
             print(f"{outcome.text}; the run is resumed", file=sys.stderr, flush=True)
+            _await_others(run, options.peer_timeout + ENDING_SECONDS, signals)
+            if signals.first is not None:
+                break
             try:
                 found = find(run.path, options)
                 run, began = _resume(resolved, found), datetime.now(UTC)
@@ -102,13 +116,15 @@ def _launch(wanted: Accepted, command: Command) -> int:
     return _report(run, node, outcome, began, options.save)
 
 
-def _live(wanted: Accepted, command: Command, run: RunDir, view: View) -> Outcome:
+def _live(wanted: Accepted, command: Command, run: RunDir, view: View, signals: StopSignals) -> Outcome:
     """One life of the run, from the start of its services to the end of the last."""
     options = wanted.resolved.options
+    run.keep_topology(wanted.node, wanted.resolved.topology_text)
     supervisor = Supervisor(
         run,
         plan(wanted.resolved, run, wanted.node, wanted.given.options, command),
         mark=mark_of(run, wanted.node),
+        signals=signals,
         peer_timeout=options.peer_timeout,
         startup_timeout=options.startup_timeout,
         budget=RestartBudget.parse(options.restart_budget),
@@ -118,6 +134,17 @@ def _live(wanted: Accepted, command: Command, run: RunDir, view: View) -> Outcom
     outcome = supervisor.run()
     view.tick(supervisor.children)
     return outcome
+
+
+def _await_others(run: RunDir, seconds: float, signals: StopSignals) -> None:
+    """Services that were started by hand end with the life of the run that they belong to: at the word of its
+    controller or, where that was killed, when it has been silent for the peer timeout."""
+    end, told = time.monotonic() + seconds, False
+    while run.goes_on() and time.monotonic() < end and signals.first is None:
+        if not told:
+            print(f"waiting for services that were started by hand to end, at most {seconds:g} s", file=sys.stderr)
+        told = True
+        time.sleep(POLL_SECONDS)
 
 
 def _resumable(outcome: Outcome, resolved: Resolved) -> bool:
@@ -138,24 +165,41 @@ def _restarted(options: Options) -> frozenset[str]:
     return RESTARTED - {"reference"} if options.ref_update_interval is not None else RESTARTED
 
 
-def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) -> RunDir:
-    """A new run on the controller's node, or the one that was found; the controller's own on any other."""
+async def _life(resolved: Resolved, node: str | None, signals: StopSignals) -> Life | None:
+    """The life of the run that the controller tells of; None on its own node, which opens one.
+
+    Waits for it as long as the startup timeout (PeerSilent), or until a signal comes (Stopped).
+    """
     topology, options = resolved.topology, resolved.options
     assert topology is not None
-    config, text = resolved.config_yaml(), resolved.topology_text
-    if any(service.role == "controller" for service in topology.on(node)):
-        if found is not None:
-            return _resume(resolved, found)
-        path = options.run_dir or numbered(topology.directory, options.run_name)
-        return RunDir.create(path, config=config, topology=text)
+    if topology.has_controller(node):
+        return None
     assert topology.controller is not None  # checked: a topology of several hosts names its controller's endpoint
     print(f"waiting for the controller at {topology.controller}", flush=True)
     try:
         security = Security.of(options.insecure, options.keys)
     except KeyProblem as refused:
         raise ConfigError([refused.violation]) from None
-    life = asyncio.run(ask_run(topology.controller, options.startup_timeout, security))
-    return RunDir.join(
+    asking = asyncio.create_task(ask_run(topology.controller, options.startup_timeout, security))
+    while not (await asyncio.wait({asking}, timeout=POLL_SECONDS))[0]:
+        if signals.first is not None:
+            asking.cancel()
+            await asyncio.wait({asking})
+            raise Stopped(signals.first)
+    return asking.result()
+
+
+def _open_run(resolved: Resolved, node: str | None, found: Resumption | None, life: Life | None) -> RunDir:
+    """A new run, or the one that was found, or the controller's `life` joined."""
+    topology, options = resolved.topology, resolved.options
+    assert topology is not None
+    config, text = resolved.config_yaml(), resolved.topology_text
+    if life is None:
+        if found is not None:
+            return _resume(resolved, found)
+        path = options.run_dir or numbered(topology.directory, options.run_name)
+        return RunDir.create(path, config=config, topology=text)
+    run = RunDir.join(
         options.run_dir,
         life,
         name=options.run_name,
@@ -163,6 +207,11 @@ def _open_run(resolved: Resolved, node: str | None, found: Resumption | None) ->
         config=config,
         topology=text,
     )
+    if others := processes_of(mark_of(run, node)):
+        run.leave()
+        pids = ", ".join(str(process.pid) for process in others[:3])
+        raise ConfigError([Violation("--node", node, f"its services run here already (pid {pids}, ...)", "", "flag")])
+    return run
 
 
 def _trained(run: RunDir) -> int:

@@ -51,7 +51,7 @@ def plan(
         ProcessPlan(
             name=service.name,
             role=service.role,
-            command=tuple(command(service, run.topology, run.path, passed)),
+            command=tuple(command(service, run.topology_of(node), run.path, passed)),
             environment=environment(mark_of(run, node)),
         )
         for service in services

@@ -3,7 +3,8 @@
 Layout (relax never writes outside these three):
 
     <run_dir>/   config.yaml topology.yaml runtime.json ledger.sqlite metrics.jsonl status.json
-                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume)
+                 (config, topology, ledger and export.before-<lineage> are those of the lives before a resume,
+                 topology.<node>.yaml the file that the launcher of a node was given)
                  logs/<service>.jsonl logs/<service>.out samples/ weights/ checkpoints/ export/
     runtime_dir  /tmp/relax-<run_id> or in $XDG_RUNTIME_DIR, mode 0700: ipc sockets (a socket path holds 107 bytes)
     shm_dir      /dev/shm/relax-<run_id>, mode 0700: tensors
@@ -274,6 +275,18 @@ class RunDir:
             raise ConfigError([_refusal(path, problem, option, "Name another one.")]) from None
         return cls(path.absolute(), run_id, Path(runtime_dir), Path(shm_dir), lineage=lineage, cut=cut)
 
+    def topology_of(self, node: str | None) -> Path:
+        """The topology as the launcher of `node` was given it: nodes may be added to a run under way, and then theirs
+        says more than the one that the run was opened with."""
+        return self.topology if node is None else self.path / file_name(f"topology.{node}.yaml", "the topology")
+
+    def keep_topology(self, node: str | None, text: str) -> None:
+        _write_whole(self.topology_of(node), text)
+
+    def goes_on(self) -> bool:
+        """Whether somebody on this host still takes part; the remains of a run that is over are cleared away."""
+        return _live(self.path)
+
     def leave(self, deadline: float = 2.0) -> bool:
         """Ends this process's part in the run; the last one on the host removes sockets and shared memory.
 
@@ -341,10 +354,12 @@ def _home(run_id: str) -> Path | None:
     return home.resolve() if home.is_dir() else None
 
 
-def refusals(path: Path) -> list[Violation]:
-    """Why no run can be opened in `path`; leaves nothing there."""
+def refusals(path: Path, *, joins: bool = False) -> list[Violation]:
+    """Why no run can be opened in `path`, or joined there; leaves nothing there."""
     if problem := obstacle(path):
         return [_refusal(path, problem)]
+    if joins:  # which run it may hold is known when the controller has told of its own
+        return []
     for remains in ("ledger.sqlite", "metrics.jsonl"):
         if (path / remains).exists():
             return [_refusal(path, f"it holds the {remains} of an earlier run")]

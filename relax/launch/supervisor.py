@@ -1,8 +1,8 @@
 """Starts the processes of a run, watches them, and leaves none behind.
 
 A run goes through: starting -> running -> (ended | failed | interrupted) -> stopping -> swept. `failed` is the first
-process that ends with another code than 0 and is not started again, or one other than a rollout replica that ends
-before the run does.
+process that ends with another code than 0 and is not started again, or one other than a replica that ends before the
+run does.
 
 A service that may be started again is, within its budget: what its dead life left is killed, and the new one has the
 same name and command. A service that lives shows it (a file that it touches); one that has not for the peer timeout is
@@ -14,17 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from types import FrameType
-from typing import Any
 
 from relax.config.budget import RestartBudget
+from relax.config.schema import REPLICATED
 from relax.launch.guard import Guard
 from relax.launch.plan import ProcessPlan
 from relax.launch.rundir import RunDir
+from relax.launch.stopping import StopSignals
 from relax.launch.sweep import kill_session, sweep
 
 POLL_SECONDS = 0.1
@@ -42,7 +41,8 @@ ENDING_SECONDS = 15.0
 # After so long between two looks it is the launcher that was held up.
 HELD_UP_SECONDS = 2.0
 NO_RESTARTS = RestartBudget(0, 1.0)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Exit code of a service that was refused, or told that the run has failed.
+IN_VAIN = 2
 
 
 @dataclass(slots=True)
@@ -74,6 +74,8 @@ class Child:
             return "is running"
         if self.hung is not None:
             return f"gave no sign of life for {self.hung:.0f} s and was killed"
+        if code == IN_VAIN:
+            return f"ended with exit code {code}: it was refused, or told that the run has failed"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -102,6 +104,7 @@ class Supervisor:
         plans: Sequence[ProcessPlan],
         *,
         mark: str,
+        signals: StopSignals,
         peer_timeout: float = 60.0,
         startup_timeout: float = 300.0,
         budget: RestartBudget = NO_RESTARTS,
@@ -117,28 +120,27 @@ class Supervisor:
         self.restarted = restarted
         self.tick = tick
         self.children: list[Child] = []
-        self._signal: signal.Signals | None = None
-        self._signals = 0
+        self._signals = signals
         self._ended: float | None = None
         self._sessions: set[int] = set()
         self._looked = time.monotonic()
 
     def run(self) -> Outcome:
-        """Runs everything to its end and clears up. Must be called from the main thread.
+        """Runs everything to its end and clears up. The signals must be such as are only noted.
 
         A controller that ends with 0 ends the run; without a controller on this host the run ends when all processes
         have ended with 0.
         """
         guard = Guard(self.mark, self.run_dir.runtime_dir, self.run_dir.shm_dir)
         try:
-            with self._catching_signals():
-                try:
-                    for plan in self.plans:
+            try:
+                for plan in self.plans:
+                    if self._signals.first is None:
                         self.children.append(child := Child(plan, self._start(plan, guard)))
                         self._begins(child)
-                    outcome = self._watch(guard)
-                finally:
-                    self._stop(self._ended or time.monotonic())
+                outcome = self._watch(guard)
+            finally:
+                self._stop(self._ended or time.monotonic())
         finally:
             self.run_dir.leave()
             guard.dismiss()
@@ -176,6 +178,8 @@ class Supervisor:
         """Whether a child that failed is started again, now or soon."""
         if child.again_at is not None:
             return True
+        if child.process.returncode == IN_VAIN:
+            return False
         now = time.monotonic()
         while len(child.began) > 1 and now - child.began[1][0] >= self.budget.seconds:
             del child.began[0]
@@ -244,8 +248,8 @@ class Supervisor:
     def _watch(self, guard: Guard) -> Outcome:
         controller = next((child for child in self.children if child.plan.role == "controller"), None)
         while True:
-            if self._signal is not None:
-                return Outcome(128 + self._signal, f"stopped by {self._signal.name}")
+            if (stopped := self._signals.first) is not None:
+                return Outcome(128 + stopped, f"stopped by {stopped.name}")
             self._poll()
             self._kill_the_hung()
             failed = self._failed()
@@ -268,7 +272,7 @@ class Supervisor:
         """The work is done; what ends now with an error still makes the run a failure."""
         self._ended = time.monotonic()
         end = self._ended + LINGER_SECONDS
-        while time.monotonic() < end and self._signal is None:
+        while time.monotonic() < end and self._signals.first is None:
             self._poll()
             # Who was about to be started again is not needed any more.
             if failed := [child for child in self._failed() if not self._again(child, guard)]:
@@ -294,11 +298,11 @@ class Supervisor:
         return Outcome(1, text, {child.name: child.how() for child in failed})
 
     def _ended_too_early(self) -> list[Child]:
-        """A rollout replica may leave the run; the controller, which knows the others, ends a run that has none. Who
+        """A replica may leave the run; the controller, which knows the others, ends a run that has none. Who
         waits to be started again, perhaps for longer than this, has not ended."""
         end = datetime.now(UTC) - timedelta(seconds=self.peer_timeout)
         ended = [c for c in self.children if c.ended_at and c.ended_at < end and c.again_at is None]
-        return [c for c in ended if c.plan.role != "rollout"]
+        return [c for c in ended if c.plan.role not in REPLICATED]
 
     def _stop(self, ended: float) -> None:
         """SIGTERM to every service, a bounded wait, SIGKILL to what is left, then the sweep for their descendants.
@@ -309,8 +313,8 @@ class Supervisor:
             if child.process.poll() is None:
                 child.process.terminate()
         end = max(ended + END_SECONDS, time.monotonic() + LEAST_STOP_SECONDS)
-        seen = self._signals
-        while time.monotonic() < end and self._signals == seen:
+        seen = self._signals.count
+        while time.monotonic() < end and self._signals.count == seen:
             self._poll()
             if all(child.ended_at for child in self.children):
                 break
@@ -320,16 +324,3 @@ class Supervisor:
                 os.killpg(child.process.pid, signal.SIGKILL)
             child.process.wait()
         sweep(self.mark, self._sessions, term_seconds=1.0)
-
-    @contextmanager
-    def _catching_signals(self) -> Iterator[None]:
-        def note(number: int, _frame: FrameType | None) -> None:
-            self._signal = self._signal or signal.Signals(number)
-            self._signals += 1
-
-        earlier: dict[signal.Signals, Any] = {kind: signal.signal(kind, note) for kind in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for kind, handler in earlier.items():
-                signal.signal(kind, handler)

@@ -1,6 +1,5 @@
 """What is sampled, in which order, and how long it becomes: exactly what the run itself would draw."""
 
-import heapq
 from collections import deque
 from dataclasses import dataclass, replace
 
@@ -45,20 +44,21 @@ class Lengths:
 
 @dataclass(slots=True)
 class Draw:
-    """A draw of the prompt at `place` of the stream, as group number `group`."""
+    """A draw of the prompt at `place` of the stream, as group number `group`; not by the replica that it `avoids`."""
 
     group: int
     place: int
     attempt: int = 0
+    avoids: str = ""
 
 
 class Draws:
-    """Which draw is issued next: those that must be done again, in group order, then prompts that came back, then the
-    stream, of `total` prompts (None: endless)."""
+    """Which draw is issued next: those that must be done again, in group order, each where it can be, then prompts that
+    came back, then the stream, of `total` prompts (None: endless)."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
-        self._again: list[tuple[int, Draw]] = []
+        self._again: dict[int, Draw] = {}
         self._returned: deque[Draw] = deque()
         self._place = self._group = 0
 
@@ -71,17 +71,18 @@ class Draws:
         """Prompts that are not new and wait to be issued."""
         return len(self._again) + len(self._returned)
 
+    def redrawn(self) -> list[Draw]:
+        """The draws that must be done again, in group order."""
+        return [self._again[group] for group in sorted(self._again)]
+
     def next(self) -> Draw | None:
-        """The draw to issue next; it stays next until it is `issued`."""
-        if self._again:
-            return self._again[0][1]
+        """The first of the other draws; it stays the first until it is `issued`."""
         if self._returned:
             return replace(self._returned[0], group=self._group)
         return None if self.stream_ended else Draw(self._group, self._place)
 
     def issued(self, draw: Draw) -> None:
-        if self._again and self._again[0][1] is draw:
-            heapq.heappop(self._again)
+        if self._again.pop(draw.group, None) is not None:
             return
         self._group += 1
         if self._returned:
@@ -89,9 +90,9 @@ class Draws:
         else:
             self._place += 1
 
-    def again(self, draw: Draw) -> None:
-        """The prompt is drawn anew, as the same group."""
-        heapq.heappush(self._again, (draw.group, Draw(draw.group, draw.place, draw.attempt + 1)))
+    def again(self, draw: Draw, holder: str) -> None:
+        """The prompt, drawn by the replica `holder`, is drawn anew, as the same group."""
+        self._again[draw.group] = Draw(draw.group, draw.place, draw.attempt + 1, holder)
 
     def give_back(self, draws: list[Draw]) -> None:
         """These prompts come back to the head of the queue; the same draw, as another group."""

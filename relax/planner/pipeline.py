@@ -14,7 +14,7 @@ from typing import Any
 from relax.gate import Batch, Gate
 from relax.gate.placement import Placement
 from relax.gate.stragglers import STRIKES, Stragglers
-from relax.planner.draws import Draws, Lengths
+from relax.planner.draws import Draw, Draws, Lengths
 from relax.planner.events import Events
 from relax.planner.prediction import Prediction
 from relax.planner.replica import Replica
@@ -153,11 +153,11 @@ class Pipeline:
         """These draws end; their prompts are drawn again, or leave the run where that happened too often."""
         reasons = {}
         for group in groups:
-            draw = self._open[group].draw
+            draw, holder = self._open[group].draw, self._open[group].holder
             again = draw.attempt + 1 < STRIKES
             self.gate.drop(group, again=again)
             if again:
-                self.draws.again(draw)
+                self.draws.again(draw, holder)
             else:
                 self._unusable_in_a_row += 1
             reasons[group] = "straggler" if again else "set_aside"
@@ -184,26 +184,32 @@ class Pipeline:
             team = self._team
             if any(self._acknowledged.get(name) != self.gate.version for name in team):
                 return
-        while (draw := self.draws.next()) is not None:
-            place = self._place(draw.group, team)
-            if place is None:
-                return
-            if self.began_at is None:
-                self.began_at = self._events.now
-            name, version = place
-            self.gate.issue(draw.group, version)
-            self.draws.issued(draw)
-            run = self._open[draw.group] = Run(draw, name, self.lengths.of(draw.place, draw.attempt))
-            self._held[name][draw.group] = run
-            self.issued += 1
-            self.placement.took(name)
-            self._hop(self.replicas[name].arrive, run)
+        for redrawn in self.draws.redrawn():
+            self._issue_one(redrawn, team)
+        while (draw := self.draws.next()) is not None and self._issue_one(draw, team):
+            pass
 
-    def _place(self, group: int, team: list[str]) -> tuple[str, int] | None:
+    def _issue_one(self, draw: Draw, team: list[str]) -> bool:
+        place = self._place(draw, team)
+        if place is None:
+            return False
+        if self.began_at is None:
+            self.began_at = self._events.now
+        name, version = place
+        self.gate.issue(draw.group, version)
+        self.draws.issued(draw)
+        run = self._open[draw.group] = Run(draw, name, self.lengths.of(draw.place, draw.attempt))
+        self._held[name][draw.group] = run
+        self.issued += 1
+        self.placement.took(name)
+        self._hop(self.replicas[name].arrive, run)
+        return True
+
+    def _place(self, draw: Draw, team: list[str]) -> tuple[str, int] | None:
         if team:
-            place = team[group % len(team)], self.gate.version
+            place = team[(draw.group + draw.attempt) % len(team)], self.gate.version
             return place if self.gate.can_issue(place[1]) else None
-        return self.placement.choose(self.gate.can_issue)
+        return self.placement.choose(self.gate.can_issue, draw.avoids if len(self.replicas) > 1 else "")
 
     def _commit(self) -> None:
         if not self.gate.can_commit():

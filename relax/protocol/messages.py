@@ -154,8 +154,8 @@ class HandedBack:
     payload: Payload | None  # arrays of SampledGroup, always inline: the sender goes away
 
 
-# rollout -> controller, when the replica is told to leave the run: it gets no more groups, and hands back or finishes
-# what it holds.
+# rollout, reward -> controller, when the replica is told to leave the run: it gets no more groups, and hands back or
+# finishes what it holds.
 @message
 class Leaving:
     name: str

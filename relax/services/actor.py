@@ -79,7 +79,7 @@ class Actor(Trainer):
 
     async def _publish(self, staged: Staged) -> Manifest:
         def publish(weights: Weights | None) -> Manifest:
-            return self.publisher.publish(staged.version, staged.step, weights, wait=self.options.peer_timeout)
+            return self.publisher.publish(staged.version, staged.step, weights, wait=self.options.stall_timeout)
 
         return await self.model.read(staged.place, publish)
 

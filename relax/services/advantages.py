@@ -129,7 +129,7 @@ class Advantages(Service):
         # One at a time, so that a filter may keep count; in a thread, so that a slow one holds up no message.
         async with self._filtering:
             truncated, row = sampled.finish == FINISH_LENGTH, json.loads(message.order.row)
-            with self.watchdog.work():
+            with self.watchdog.work("filtering"):
                 return await asyncio.to_thread(
                     filters.unwanted, self.options, message.rewards, sampled.response_lens, truncated, row
                 )
@@ -216,11 +216,11 @@ class Advantages(Service):
         metrics = Metrics()
         if self.has_reference:
             await self._settle_reference(b, members, metrics)
-        with self.watchdog.work():
+        with self.watchdog.work("assembling"):
             raw = await asyncio.to_thread(assembly.join, members, self.options)
         assembly.measure(metrics, b, raw)
         values = await self._ask_values(b, raw, metrics) if self.has_critic else None
-        with self.watchdog.work():
+        with self.watchdog.work("assembling"):
             tensors = await asyncio.to_thread(
                 assembly.train_tensors, self.spec, self.options, raw, values, incomplete, metrics
             )
@@ -230,7 +230,7 @@ class Advantages(Service):
         for role in ("actor", "critic") if self.has_critic else ("actor",):
             member = await self.member(role)
             self.send(member.endpoint, TrainBatch(b, message.commit, message.leases, payload))
-        with self.watchdog.work():
+        with self.watchdog.work("writing samples"):
             await asyncio.to_thread(write_samples, self.run.samples_dir, b, members, self.tokenizer)
         self.report(Assembled(b, metrics.wire()))
         self.activity = "waiting for groups"

@@ -66,12 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(resolved: Resolved, entry: Entry) -> int:
     """Take part in the run as `entry` and return the exit code of the service."""
     from relax.logs.setup import configure
+    from relax.protocol.errors import PeerSilent
     from relax.services.join import join_run
+    from relax.services.service import IN_VAIN
 
-    context = join_run(resolved, entry)
+    try:
+        context = join_run(resolved, entry)
+    except PeerSilent as silent:
+        print(f"no controller: {silent}; start it, or raise --startup-timeout", file=sys.stderr)
+        return IN_VAIN
     rank = int(os.environ.get("RANK", "0"))
     name = entry.name if rank == 0 else f"{entry.name}.rank{rank}"
-    configure(context.run.log(name), name, context.options.log_level, run=context.run.run_id)
+    # The launcher shows what went wrong; whoever starts a service by hand looks at its output.
+    alone = True if MARK not in os.environ else None
+    configure(context.run.log(name), name, context.options.log_level, console=alone, run=context.run.run_id)
     module, _, cls = SERVICES[entry.role].partition(":")
     if rank > 0:
         from relax.services.ranks import follow_run

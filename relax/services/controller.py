@@ -132,7 +132,7 @@ class Controller(Service):
             Filtered: (self.groups.filtered, ("advantages",)),
             Rejected: (self.groups.rejected, ("rollout", "reward", "advantages")),
             HandedBack: (self.groups.handed_back, ("rollout", "reward", "advantages")),
-            Leaving: (self.leaving, ("rollout",)),
+            Leaving: (self.member_leaves, ("rollout", "reward")),
             Started: (self.batches.started, ("actor",)),
             Assembled: (self.batches.assembled, ("advantages",)),
             Trained: (self.batches.trained, ("actor", "critic")),
@@ -307,22 +307,29 @@ class Controller(Service):
         gauges = {self.name: self.gauges, **{e.member.name: e.gauges for e in self.registry.entries.values()}}
         return {name: of["rss_bytes"] for name, of in gauges.items() if "rss_bytes" in of}
 
-    def leaving(self, message: Leaving, sender: Any) -> None:
-        replica = self.replicas.get(sender.name)
-        if replica is not None and replica.member.incarnation == sender.incarnation:
+    def member_leaves(self, message: Leaving, sender: Any) -> None:
+        """A rollout stays until nobody needs what it holds; what a reward service has is scored by another."""
+        replica, entry = self.replicas.get(sender.name), self.registry.entries[sender.name]
+        if replica is None:
+            self.log.info("member_leaves", member=sender.name)
+            self.spawn(self._part_from(entry.member), f"parting from {sender.name}")
+        elif replica.member.incarnation == sender.incarnation:
             self.log.info("member_leaves", member=sender.name, sampling=len(replica.samples))
             self.replicas.leaves(replica)
 
     async def _part_from(self, member: Member) -> None:
-        """A replica that left holds nothing that is needed any more: it may go."""
+        """It may go."""
         try:
             word = Shutdown("it leaves the run", failed=False)
             await self.mailbox.tell(member.endpoint, word, deadline=FAREWELL_SECONDS)
         except ProtocolError as error:
             self.log.warning("goodbye_not_heard", member=member.name, problem=str(error))
-        self.log.info("member_left", member=member.name)
         self.registry.remove(member, time.monotonic(), died=False)
+        self.deaths.left(member)
         self._members_are()
+        self._woken.set()
+        if not self.registry.expects(member.role) and not self.gate.finished:
+            raise ServiceError(f"every {member.role} replica has left, and the run has batches to sample")
 
     async def _watch_over(self) -> None:
         """Who is silent is no member any more; missing services and stalls end the run with a name; new prompts and
@@ -339,6 +346,7 @@ class Controller(Service):
             while (quiet := self.registry.silent(now, self.options.peer_timeout)) is not None:
                 silence = f"has been silent for {now - quiet.heard:.0f} s"
                 self._ended_life(quiet, f"{silence} (--peer-timeout {self.options.peer_timeout:g})", now)
+            self.rows.close_due()
             if self._finishing:
                 continue
             if self.replicas.all_leave and not self.gate.finished:

@@ -85,5 +85,5 @@ async def write_part(copies: Copies, checkpoints: Path, role: str, message: Save
     if not await asyncio.to_thread(whole.is_dir):
         await copies.drop()
         return Saved(message.batch, f"{whole} is not there: the hosts of controller and {role} must share it")
-    with watchdog.work():
+    with watchdog.work("writing a checkpoint"):
         return Saved(message.batch, await copies.write(whole / role))

@@ -61,7 +61,7 @@ class Reward(Service):
         group = await take_group(self, self.payloads, lease, message.payload)
         if group is None:
             return
-        with self.watchdog.work():
+        with self.watchdog.work("scoring"):
             scores = await self.pool.score(self._items(message.order, group))
         self.counters["samples"] += len(scores)
         failure = next((s.failure for s in scores if s.failure is not None), None)

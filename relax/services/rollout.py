@@ -15,7 +15,6 @@ produced them, and it goes straight on to a reward service.
 
 import asyncio
 import dataclasses
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,14 +23,13 @@ from typing import Any
 from relax.engines.base import BadResult, Request, RequestRefused, Result
 from relax.engines.registry import engine as make_engine
 from relax.logs.setup import adopt
-from relax.protocol.errors import ProtocolError, Refused
+from relax.protocol.errors import Refused
 from relax.protocol.messages import (
     Announce,
     Generate,
     GroupOrder,
     HandedBack,
     Lease,
-    Leaving,
     Rejected,
     Release,
     Sampled,
@@ -50,11 +48,10 @@ from relax.services.versions import oldest_version
 from relax.weights.errors import NotStored
 from relax.weights.manifest import Manifest
 
-# How long the controller may take to hear that this replica leaves. At the end of a run it may be gone already, and the
-# launcher's promise of an end covers this too.
-LEAVE_SECONDS = 2.0
 # How often the tokens of running samples are counted.
 COUNT_SECONDS = 1.0
+# What the engine does with a draw.
+SAMPLING = "sampling"
 
 
 class Rollout(Service):
@@ -64,7 +61,6 @@ class Rollout(Service):
         super().__init__(context)
         self.engine = make_engine(context.engine, self.options, context.index)
         self.newest: Manifest | None = None  # announced
-        self.leaving = False
         self.draws = HeldDraws()
         self.tokens = TokenCount()
         self._payload_of: dict[int, tuple[int, str]] = {}  # group -> fence and id of the payload kept for it
@@ -80,7 +76,7 @@ class Rollout(Service):
 
     async def prepare(self) -> None:
         self.activity = "starting the engine"
-        with self.watchdog.work():
+        with self.watchdog.work(self.activity):
             await self.engine.start()
         adopt("transformers")  # imported by the engine, with a handler of its own
         self.agent = weight_agent(self)
@@ -102,7 +98,7 @@ class Rollout(Service):
         """Every token is a sign that the engine gets on, to the watchdog and, with the counters, to the controller."""
         while True:
             if self.tokens.sees(self.engine.tokens()):
-                self.watchdog.moved()
+                self.watchdog.moved(SAMPLING)
             self.counters["tokens"] = self.tokens.total
             await asyncio.sleep(COUNT_SECONDS)
 
@@ -110,7 +106,8 @@ class Rollout(Service):
         drew = not future.cancelled() and future.exception() is None
         self.tokens.ended(request.id, len(future.result().token_ids) if drew else 0)
         self.counters["tokens"] = self.tokens.total
-        self.watchdog.moved()
+        if not future.cancelled():  # what is taken away from an engine says nothing of it
+            self.watchdog.moved(SAMPLING)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -193,7 +190,7 @@ class Rollout(Service):
             await self._abort_running()
 
     async def _collect(self, draw: Draw) -> None:
-        with self.watchdog.work():
+        with self.watchdog.under_way(SAMPLING):
             results = await asyncio.gather(*draw.futures, return_exceptions=True)
         if not self.draws.runs(draw):
             return
@@ -256,27 +253,12 @@ class Rollout(Service):
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
-    def _signalled(self, number: int) -> None:
-        """The first signal to a member means: leave. The second, or one to a stranger: end."""
-        if self.leaving or not self.members:
-            super()._signalled(number)
-            return
-        self.log.info("leaving", signal=signal.Signals(number).name, groups=len(self.draws.leases()))
-        self.leaving = True
+    def unfinished(self) -> int:
+        return len(self.draws.leases())
+
+    async def hand_back(self) -> None:
+        """Hands back what is not finished, and serves what is."""
         self._settle()
-        self.spawn(self._leave(number), "leave")
-
-    async def _leave(self, number: int) -> None:
-        """Tell the controller, hand back what is not finished, and serve what is until the controller says `Shutdown`.
-
-        It does so when nothing is held here any more, and to everybody when the run or the controller itself ends.
-        """
-        try:
-            await self.mailbox.tell(self.context.controller, Leaving(self.name), deadline=LEAVE_SECONDS)
-        except ProtocolError as error:
-            self.log.warning("left_without_goodbye", problem=str(error))
-            self.end(128 + number)
-            return
         self._hand_back_queued()
         await self._abort_running()
 
@@ -329,7 +311,7 @@ class Rollout(Service):
         version, started = manifest.tag.version, time.monotonic()
         self._loading = True
         self._settle()
-        with self.watchdog.work():
+        with self.watchdog.work("loading weights"):
             await self.engine.pause()
             try:
                 await self.engine.load(manifest, self.run.shm_dir, deadline=self.options.peer_timeout)
@@ -366,7 +348,7 @@ class Rollout(Service):
             assert self.newest is not None
             self.activity, idle_for = f"loading version {self.newest.tag.version}", "weights"
         elif self.draws.running:
-            self.activity = "sampling"
+            self.activity = SAMPLING
         elif self.leaving:
             self.activity = "leaving"
         elif self._admission.is_set():

@@ -25,6 +25,7 @@ import structlog
 import uvloop
 
 from relax.config.options import Options
+from relax.config.schema import REPLICATED
 from relax.launch.process import die_with_parent
 from relax.launch.rundir import PER_SERVICE, RunDir
 from relax.launch.sweep import MARK
@@ -38,6 +39,7 @@ from relax.protocol.messages import (
     Holdings,
     Inventory,
     Lease,
+    Leaving,
     Member,
     Members,
     Register,
@@ -57,17 +59,30 @@ MEMORY_SECONDS = 5.0
 FAULTS = "RELAX_FAULTS"
 # Exit code of a service that did not get on with its work, or whose loop hung.
 STALLED = 75
+# Of one that was refused, or told that the run has failed: it is not to be started again.
+IN_VAIN = 2
 # Lives that ended, by endpoint, which are remembered: none of them is asked again.
 GONE = 1024
 # How long a service may take to say its last words, and again to let go of what it holds. The launcher, which promises
 # an end within 10 s, allows for both.
 RELEASE_SECONDS = 2.5
+# How long the controller may take to hear that a replica leaves. At the end of a run it may be gone already, and the
+# launcher's promise of an end covers this too.
+LEAVE_SECONDS = 2.0
 # After so long a service that is ending is ended, wherever it hangs.
 STUCK_SECONDS = 6.0
 
 
 class ServiceError(Exception):
     """The end of a service for a reason its user can act on; printed without a traceback."""
+
+    code: ClassVar[int] = 1
+
+
+class NotAdmitted(ServiceError):
+    """The controller is not there, or takes no such service into the run."""
+
+    code = IN_VAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,7 @@ class Service:
         self.gauges: dict[str, float] = {}  # measured now and then; they travel too
         self.activity = "starting"
         self.clean = False  # told to end, not failed: `release` may say goodbye to others
+        self.leaving = False
         self.num_batches: int | None = None
         self._worked_on: set[tuple[Lease, ...]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -128,6 +144,14 @@ class Service:
     def holds(self) -> Iterable[Lease]:
         """The draws that wait here, beside those that something is `working_on` (see `Inventory`)."""
         return ()
+
+    def unfinished(self) -> int:
+        """How many groups a replica that leaves has begun and not finished."""
+        return len(self._worked_on)
+
+    async def hand_back(self) -> None:
+        """What a replica does when the controller knows that it leaves. Its end comes with `Shutdown`, when nothing is
+        held here any more; and to everybody when the run or the controller itself ends."""
 
     async def release(self) -> None:
         """Let go of engines, pools and threads. Runs once, bounded, however the service ends."""
@@ -191,7 +215,10 @@ class Service:
             options=shared_options(self.options),
         )
         self.activity = "registering"
-        reply = await self.mailbox.ask(self.context.controller, me, deadline=self.options.startup_timeout)
+        try:
+            reply = await self.mailbox.ask(self.context.controller, me, deadline=self.options.startup_timeout)
+        except ProtocolError as error:
+            raise NotAdmitted(str(error)) from None
         assert isinstance(reply, Registered)
         self.num_batches = reply.num_batches
         self.spawn(self._beat(), "heartbeat")
@@ -409,7 +436,7 @@ class Service:
                 self.log.error("service_failed", error=str(error))
             else:
                 self.log.error("service_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
-            self._ended.set_result(1)
+            self._ended.set_result(error.code if isinstance(error, ServiceError) else 1)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -427,8 +454,24 @@ class Service:
         future.add_done_callback(done)
 
     def _signalled(self, number: int) -> None:
-        self.log.info("signalled", signal=signal.Signals(number).name)
-        self.end(128 + number)
+        """The first signal to a replica that is a member means: leave. The second, or one to anybody else: end."""
+        name = signal.Signals(number).name
+        if self.role not in REPLICATED or self.leaving or not self.members:
+            self.log.info("signalled", signal=name)
+            self.end(128 + number)
+            return
+        self.log.info("leaving", signal=name, groups=self.unfinished())
+        self.leaving = True
+        self.spawn(self._leave(number), "leave")
+
+    async def _leave(self, number: int) -> None:
+        try:
+            await self.mailbox.tell(self.context.controller, Leaving(self.name), deadline=LEAVE_SECONDS)
+        except ProtocolError as error:
+            self.log.warning("left_without_goodbye", problem=str(error))
+            self.end(128 + number)
+            return
+        await self.hand_back()
 
     def learn(self, members: tuple[Member, ...]) -> None:
         here = {m.endpoint for m in members}
@@ -454,7 +497,7 @@ class Service:
 
     async def _on_shutdown(self, message: Shutdown, sender: Any) -> None:
         self.log.info("shutdown", reason=message.reason, failed=message.failed)
-        self.end(1 if message.failed else 0)
+        self.end(IN_VAIN if message.failed else 0)
 
 
 def shared_options(options: Options) -> dict[str, str]:

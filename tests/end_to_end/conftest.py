@@ -1,10 +1,12 @@
-"""Runs that several tests look at are made once."""
+"""Runs that several tests look at are made once; and hosts for those that need several."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_run
 import torch
+from namespaces import Host, NoNamespaces, two_hosts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -33,6 +35,15 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> tiny_run.Run:
         num_rollout=12,
         rollout_temperature=0.7,
     )
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as pair:
+            yield pair
+    except NoNamespaces as reason:
+        pytest.skip(f"this machine gives us no namespaces: {reason}")
 
 
 def untie(directory: Path) -> Path:

@@ -1,22 +1,16 @@
 """A run across two hosts, with keys: it works end to end, and who has no key gets nothing out of it."""
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_run
-import zmq
-from namespaces import Host, NoNamespaces, two_hosts
+from launched import PATIENCE, Launched, secret
+from namespaces import Host
 
-from relax.config.keys import write_secret
 from relax.metrics.history import read_rows
 
-PATIENCE = 200.0
 BATCHES = 4
 LEFT = ("controller", "advantages", "actor")
 OPTIONS: dict[str, Any] = {
@@ -35,15 +29,6 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as pair:
-            yield pair
-    except NoNamespaces as reason:
-        pytest.skip(f"this machine gives us no namespaces: {reason}")
-
-
 def topology(folder: Path, left: Host, right: Host) -> Path:
     services = {role: {"node": "left"} for role in LEFT} | {role: {"node": "right"} for role in ("rollout", "reward")}
     services["rollout"] |= {"engine": "simulated", "replicas": 2}
@@ -53,35 +38,6 @@ def topology(folder: Path, left: Host, right: Host) -> Path:
         "nodes": {host.name: {"address": host.address} for host in (left, right)},
     }
     return tiny_run.write_topology(folder, services=services, top=top, **OPTIONS)
-
-
-class Launched:
-    """relax-launch --node on one host; what it prints goes to a file."""
-
-    def __init__(self, host: Host, file: Path, folder: Path, name: str, *flags: object) -> None:
-        self.directory, self.output = folder / name, folder / f"{name}.output"
-        launcher = [sys.executable, tiny_run.ROOT / "bin" / "relax-launch", file, "--node", host.name]
-        with self.output.open("w") as output:
-            self.process = host.start(
-                [*launcher, "--run-dir", self.directory, *flags], stdout=output, stderr=subprocess.STDOUT, cwd=folder
-            )
-
-    def end(self) -> tuple[int, str]:
-        try:
-            return self.process.wait(PATIENCE), self.output.read_text()
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            pytest.fail(f"{self.directory.name} did not end: {self.output.read_text()}")
-
-    def events(self, service: str, event: str) -> list[dict[str, Any]]:
-        log = self.directory / "logs" / f"{service}.jsonl"
-        lines = log.read_text().splitlines() if log.exists() else []
-        return [record for record in map(json.loads, lines) if record["event"] == event]
-
-
-def secret(folder: Path) -> Path:
-    write_secret(folder, zmq.curve_keypair()[1].decode())
-    return folder
 
 
 def wait_for(condition, what: str) -> None:

@@ -3,6 +3,7 @@
 rows=N       append N rows of metrics          sleep=S      sleep
 exit=N       end with this code                log=TEXT     log an error
 say=TEXT     write to stderr                   stubborn     ignore SIGTERM
+until=PATH   wait for a file of this name
 once         leave out the next word, except in the first life
 alive=S      touch the sign of life for S seconds
 bare         leave a child without environment, in this session
@@ -87,6 +88,9 @@ def main() -> None:
             (args.run_dir / f"{args.name}.told").write_text(
                 json.dumps(told | {"leads_session": os.getsid(0) == os.getpid()})
             )
+        elif kind == "until":
+            while not Path(value).exists():
+                time.sleep(0.02)
         elif kind == "exit":
             sys.exit(int(value))
 

@@ -358,6 +358,80 @@ def test_with_restart_a_run_is_resumed_as_often_as_the_budget_says(launch: Launc
     assert code == 0 and "resume: " in out and "(lineage 2)" in out, err
 
 
+def test_a_resume_waits_for_a_service_that_was_started_by_hand(launch: Launch) -> None:
+    here = launch.folder / "runs" / "t-1"
+    member = f"""
+import time
+from pathlib import Path
+from relax.launch.rundir import RunDir
+here = Path({str(here)!r})
+while not (here / "runtime.json").exists():
+    time.sleep(0.02)
+run = RunDir.create_or_join(here, config=(here / "config.yaml").read_text())
+(here / "joined").touch()
+while not (here / "actor.once").exists():
+    time.sleep(0.02)
+time.sleep(2.0)
+"""
+    by_hand = subprocess.Popen([sys.executable, "-c", member])
+    actor, controller = f"until={here / 'joined'} once exit=3 exit=0", "once sleep=600 exit=0"
+    code, _, err = launch.start("--restart", actor=actor, controller=controller).end()
+    assert by_hand.wait(PATIENCE) == 0 and code == 0, err
+    assert "waiting for services that were started by hand to end, at most 75 s" in err, err
+    assert launch.run.lineage == 1 and launch.nothing_is_left(), err
+
+
+def test_a_service_that_was_refused_is_not_started_again(launch: Launch) -> None:
+    code, _, err = launch.start(rollout_0="exit=2").end()
+    assert code == 1 and "failed: rollout-0 ended with exit code 2: it was refused, or told" in err, err
+    assert "it is started again" not in err and launch.nothing_is_left()
+
+
+def test_a_node_that_joins_brings_its_own_topology_and_only_once(launch: Launch) -> None:
+    """On the controller's host, in its directory, which holds a ledger by then."""
+    nodes = {name: {"address": f"10.0.0.{n}"} for n, name in enumerate(("left", "right"))}
+    launch.services = {role: {"node": "right" if role == "rollout" else "left"} for role in ROLES}
+    here = launch.folder / "runs" / "t-1"
+    with controller_of("a1b2c3d4e5f6") as endpoint:
+        named = f"tcp://{socket.gethostname()}:{endpoint.rpartition(':')[2]}"
+        launch.top = {"nodes": nodes, "controller": named, "options": {"insecure": True}}
+        run = RunDir.join(here, Welcome("a1b2c3d4e5f6", 0, 0), name="t", directory=launch.folder, topology="older")
+        run.ledger.touch()
+        flags = ("--node", "right", "--run-dir", str(here))
+        launch.start(*flags)
+        launch.wait_for(lambda: bool(service_commands(here)), "its service")
+        other = Launch(launch.folder)
+        other.services, other.top = launch.services, launch.top
+        code, _, err = other.start(*flags).end()
+        assert code == 2 and "--node = 'right'" in err and "its services run here already (pid " in err, err
+        (words,) = service_commands(here)
+        assert run.topology.read_text() == "older"
+        given = here / "topology.right.yaml"
+        assert str(given) in words and given.read_text() == (launch.folder / "topology.yaml").read_text()
+        launch.send(signal.SIGTERM)
+        assert launch.end()[0] == 143
+    run.leave()
+    assert launch.nothing_is_left()
+
+
+def service_commands(directory: Path) -> list[list[str]]:
+    """Command lines of the live services of the run there."""
+    return [words for _, words in commands() if str(directory) in words and "--name" in words]
+
+
+def test_a_signal_ends_the_wait_for_a_controller(launch: Launch) -> None:
+    launch.services = {role: {"node": "right" if role == "rollout" else "left"} for role in ROLES}
+    nodes = {name: {"address": f"10.0.0.{n}"} for n, name in enumerate(("left", "right"))}
+    launch.top = {"nodes": nodes, "controller": f"tcp://{socket.gethostname()}:9", "options": {"insecure": True}}
+    launch.start("--node", "right", "--run-dir", str(launch.folder / "runs" / "t-1"))
+    assert launch.process is not None and launch.process.stdout is not None
+    assert launch.process.stdout.readline().startswith("waiting for the controller at")
+    launch.send(signal.SIGTERM)
+    code, _, err = launch.end()
+    assert code == 143 and "stopped by SIGTERM; nothing was started" in err and "Traceback" not in err
+    assert not (launch.folder / "runs" / "t-1").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

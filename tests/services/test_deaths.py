@@ -1,6 +1,8 @@
 """A death at each state of a group and of a batch: what comes again and from where, nothing lost and nothing twice."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,18 @@ import pytest
 from desk import Desk, desk, sender
 
 from relax.ledger.states import State
-from relax.protocol.messages import GroupOrder, HandedBack, Lease, Ready, Release, RewardDone, Sampled, Withdraw
+from relax.protocol.messages import (
+    GroupOrder,
+    HandedBack,
+    Lease,
+    Leaving,
+    Ready,
+    Release,
+    RewardDone,
+    Sampled,
+    Shutdown,
+    Withdraw,
+)
 from relax.protocol.payload import Payload
 from relax.services.service import ServiceError
 
@@ -329,3 +342,31 @@ def test_members_hear_of_a_death(tmp_path: Path) -> None:
     dies(it, "reward-0")
     assert all("reward-0" not in {m.name for m in message.members} for _, message in it.take(Members))
     assert it.take(Release) == []
+
+
+# --- a reward service that leaves ------------------------------------------------------------------------------------
+
+
+def test_what_a_reward_service_that_leaves_has_is_scored_by_another_at_once(tmp_path: Path) -> None:
+    it = desk(tmp_path, **ASYNC)
+    it.register("reward-1", "reward")
+    told: list[str] = []
+
+    async def tell(endpoint: str, message: Shutdown, deadline: float) -> None:
+        told.append(endpoint)
+
+    it.mailbox = SimpleNamespace(tell=tell)  # type: ignore[assignment]
+    lease = issued(it)[0].lease
+    bring(it, lease, State.SAMPLED)
+    it.member_leaves(Leaving("reward-0"), sender("reward-0"))
+    assert it.spawned == ["parting from reward-0"]
+    asyncio.run(it._part_from(it.registry.entries["reward-0"].member))
+    is_well(it)
+    order = issued(it)[0]
+    assert kept_at(order) == "inproc://rollout-0" and order.lease == Lease(0, 0, 0, lease.fence + 1)
+    assert [member.name for member in it.of_role("reward")] == ["reward-1"] and told == ["inproc://reward-0"]
+    dies(it, "reward-1")
+    assert it.registry.expects("reward"), "its next life"
+    it.register("reward-1", "reward", life=2)
+    with pytest.raises(ServiceError, match="every reward replica has left"):
+        asyncio.run(it._part_from(it.registry.entries["reward-1"].member))

@@ -69,7 +69,7 @@ class Stalling(service.Service):
         return {}
 
     async def join(self):
-        with self.watchdog.work():
+        with self.watchdog.work("its work"):
             await {"work": self.never_done, "loop": self.never_back}[sys.argv[2]]()
 
     async def never_done(self):

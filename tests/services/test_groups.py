@@ -119,6 +119,26 @@ def test_three_times_a_straggler_is_set_aside(tmp_path: Path) -> None:
     assert 0 not in it.book and it.book.in_state(State.ISSUED) == [2], "another prompt takes its place"
 
 
+def test_a_rejected_draw_waits_for_another_replica_if_there_is_one(tmp_path: Path) -> None:
+    """One that hangs is the emptiest as soon as its groups are dropped: the same prompt would come back to it."""
+    it = desk(tmp_path, rollouts=2, max_staleness=2, rollout_batch_size=2)
+    for name in ("rollout-0", "rollout-1"):
+        it.serves(name, 0, credit=1)
+    it.turn()
+    held = {order.lease.group: it.book[order.lease.group].holder for order in it.orders()}
+    assert held == {0: "rollout-0", 1: "rollout-1"}
+    it.groups.rejected(Rejected(it.book.lease(0), "rollout", "bad_result", ""), sender("rollout-0"))
+    it.turn()
+    assert [(o.lease.group, it.book[o.lease.group].holder) for o in it.orders()] == [(2, "rollout-0")]
+    it.sampled(it.book.lease(1))
+    it.turn()
+    assert [(o.lease.group, it.book[o.lease.group].holder) for o in it.orders()] == [(0, "rollout-1")]
+    it.groups.rejected(Rejected(it.book.lease(0), "rollout", "bad_result", ""), sender("rollout-1"))
+    it.member_leaves(Leaving("rollout-0"), sender("rollout-0"))
+    it.turn()
+    assert [(o.lease.group, it.book[o.lease.group].holder) for o in it.orders()] == [(0, "rollout-1")]
+
+
 @pytest.mark.parametrize("one_is_sampled", [False, True])
 def test_only_as_many_are_dropped_as_it_takes(tmp_path: Path, one_is_sampled: bool) -> None:
     """Of two groups of version 0 one may still be trained in time by the batch after the next. One that was sampled
@@ -305,7 +325,7 @@ def test_a_replica_that_leaves_gets_no_more_and_goes_when_it_holds_nothing(tmp_p
     it = desk(tmp_path, rollouts=2, rollout_batch_size=2, **ASYNC)
     leases = issued(it)
     mine = [lease for lease in leases.values() if it.book[lease.group].holder == "rollout-0"]
-    it.leaving(Leaving("rollout-0"), sender("rollout-0"))
+    it.member_leaves(Leaving("rollout-0"), sender("rollout-0"))
     it.ready(mine[0])
     it.groups.handed_back(HandedBack(mine[1], None, None), sender("rollout-0"))
     it.turn()
@@ -328,7 +348,7 @@ def test_a_lockstep_batch_does_not_wait_for_a_replica_that_leaves(tmp_path: Path
     it.now = it.replicas.get("rollout-2").announced
     it.turn()
     assert it.orders() == [], "rollout-2 has time to load"
-    it.leaving(Leaving("rollout-2"), sender("rollout-2"))
+    it.member_leaves(Leaving("rollout-2"), sender("rollout-2"))
     it.turn()
     assert len(it.orders()) == 2
 
@@ -337,7 +357,7 @@ def test_a_lockstep_batch_does_not_wait_for_a_replica_that_leaves(tmp_path: Path
 def test_a_run_whose_replicas_all_leave_is_told_so(tmp_path: Path, gone: bool) -> None:
     it = desk(tmp_path)
     assert not it.replicas.all_leave
-    it.leaving(Leaving("rollout-0"), sender("rollout-0"))
+    it.member_leaves(Leaving("rollout-0"), sender("rollout-0"))
     if gone:
         it.turn()
     assert it.replicas.all_leave

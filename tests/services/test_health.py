@@ -27,9 +27,15 @@ def registry(*roles: str, heard: float = 0.0) -> Registry:
         (registry(*ALWAYS_NEEDED), 19.0, 0.0, None),
         (registry(*ALWAYS_NEEDED[1:]), 9.0, 0.0, None),
         (registry(*ALWAYS_NEEDED[1:]), 11.0, 0.0, f"no {ALWAYS_NEEDED[0]} service has joined"),
-        (registry(*ALWAYS_NEEDED, heard=31.0), 31.0, 0.0, "nothing has moved for --stall-timeout 30 s: batch 3 waits"),
+        (registry(*ALWAYS_NEEDED, heard=49.0), 49.0, 0.0, None),
+        (
+            registry(*ALWAYS_NEEDED, heard=51.0),
+            51.0,
+            0.0,
+            "nothing has moved for --stall-timeout 30 s + --peer-timeout 20 s: batch 3 waits",
+        ),
     ],
-    ids=["well", "still joining", "missing", "stalled"],
+    ids=["well", "still joining", "missing", "a service that hangs may come again", "stalled"],
 )
 def test_trouble_names_who_and_how_long(who: Registry, now: float, moved: float, told: str | None) -> None:
     found = trouble(who, OPTIONS, now=now, started=0.0, moved=moved, waits=lambda: "batch 3 waits")

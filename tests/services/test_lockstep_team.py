@@ -60,6 +60,29 @@ def test_a_replica_without_the_weights_is_waited_for_and_then_left_out_of_this_b
     assert given(it) == {"rollout-0": [8, 10], "rollout-1": [9, 11]}
 
 
+def test_who_joins_is_waited_for_before_the_first_batch_alone(tmp_path: Path) -> None:
+    """Later it takes part from the first batch that it has the weights for."""
+    it = desk(tmp_path, rollouts=1, rollout_batch_size=4)
+    it.register("rollout-1", "rollout")
+    it.now = it.replicas.get("rollout-1").announced  # type: ignore[union-attr]
+    it.turn()
+    assert given(it) == {}
+    it.serves("rollout-1", 0)
+    it.turn()
+    assert given(it) == {"rollout-0": [0, 2], "rollout-1": [1, 3]}
+    it.register("rollout-2", "rollout")
+    train(it, 0)
+    it.serves("rollout-0", 1)
+    it.serves("rollout-1", 1)
+    it.turn()
+    assert given(it) == {"rollout-0": [4, 6], "rollout-1": [5, 7]}
+    train(it, 1)
+    for name in ("rollout-0", "rollout-1", "rollout-2"):
+        it.serves(name, 2)
+    it.turn()
+    assert given(it) == {"rollout-0": [9], "rollout-1": [10], "rollout-2": [8, 11]}
+
+
 def test_a_batch_that_is_ready_before_the_weights_are_published_starts_nothing(tmp_path: Path) -> None:
     """Trained is not published: nobody samples until the replica has said that it serves the trainer's version."""
     it = desk(tmp_path, rollout_batch_size=4)
@@ -90,7 +113,8 @@ def test_a_rejected_draw_is_drawn_again_within_its_batch(tmp_path: Path) -> None
     it.groups.rejected(Rejected(it.book.lease(1), "reward", "reward_timeout", "too slow"), None)
     it.turn()
     ((to, message),) = it.take(Generate)
-    assert to == "inproc://rollout-1" and [(o.lease.group, o.lease.attempt) for o in message.orders] == [(1, 1)]
+    assert to == "inproc://rollout-0", "the next seat: what was wrong may have been the replica"
+    assert [(o.lease.group, o.lease.attempt) for o in message.orders] == [(1, 1)]
     for group in range(4):
         it.ready(it.book.lease(group))
     it.turn()

@@ -34,6 +34,14 @@ def test_a_new_life_starts_empty_and_serves_nothing() -> None:
     assert replicas.choose(lambda version: True) is None
 
 
+def test_the_end_of_a_life_says_nothing_of_the_next_one() -> None:
+    replicas = Replicas()
+    replicas.joined(member("1"))
+    second = replicas.joined(member("2"))
+    assert replicas.died(member("1")) is None and replicas.get("rollout-0") is second
+    assert replicas.died(member("2")) is second and replicas.get("rollout-0") is None
+
+
 def test_the_last_replicas_may_leave_once_there_is_nothing_left_to_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,7 +52,7 @@ def test_the_last_replicas_may_leave_once_there_is_nothing_left_to_sample(
     leases = [order.lease for order in it.orders()]
     for lease in leases:
         it.ready(lease)
-    it.leaving(Leaving("rollout-0"), sender("rollout-0"))
+    it.member_leaves(Leaving("rollout-0"), sender("rollout-0"))
 
     async def watch() -> None:
         await asyncio.wait_for(it._watch_over(), 0.2)

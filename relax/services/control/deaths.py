@@ -1,4 +1,5 @@
-"""What a death means for the groups: which of them come again, and from where.
+"""What a death means for the groups: which of them come again, and from where. A reward service that leaves the run
+has the same to come again; a rollout that does has handed back or finished what it had.
 
     died          its groups that are                          come again
     rollout       being sampled; sampled or scored             anew, or with what they began from
@@ -27,7 +28,16 @@ class Deaths:
 
     def died(self, member: Member) -> None:
         """`member` is in the registry no more."""
-        why = f"{member.name} died"
+        again = self._without(member, f"{member.name} died")
+        log.warning("member_died", member=member.name, incarnation=member.incarnation, groups_again=again)
+
+    def left(self, member: Member) -> None:
+        """It is there no more because it wanted to."""
+        again = self._without(member, f"{member.name} left")
+        log.info("member_left", member=member.name, groups_again=again)
+
+    def _without(self, member: Member, why: str) -> int:
+        """How many groups come again."""
         before = {draw.group: self._book[draw.group].state for draw in self._draws.open() if draw.group in self._book}
         if member.role == "rollout":
             self._rollout(member, why)
@@ -39,13 +49,12 @@ class Deaths:
             for group in self._book.in_state(State.SCORED, State.READY):
                 if self._draws[group].stage == member.incarnation:
                     self._groups.comes_again(group, why)
-        again = sum(
+        return sum(
             self._book[group].state is State.PENDING and state > State.PENDING for group, state in before.items()
         )
-        log.warning("member_died", member=member.name, incarnation=member.incarnation, groups_again=again)
 
     def _rollout(self, member: Member, why: str) -> None:
-        replica = self._replicas.died(member.name)
+        replica = self._replicas.died(member)
         if replica is None:
             return
         # A group may be in both: it keeps the tensors of an earlier lease and takes them from itself for this one.

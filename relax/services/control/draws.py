@@ -27,7 +27,8 @@ class Stream(Protocol):
 @dataclass(slots=True)
 class Draw:
     """An open group. `lost` means that it holds its slot in the gate and only its replica is gone; `parked` is what was
-    sampled of it until then, to go with its next issue, and `begun` what went with its last.
+    sampled of it until then, to go with its next issue, and `begun` what went with its last. `avoids` is the replica of
+    the draw before this attempt: what was wrong may have been its fault.
 
     Since it was sampled: `payload` says where its tensors are, `oldest` which version is the oldest of them, `stage` is
     the incarnation of the service that works on it or has it (empty while it is not known). `source` is the replica
@@ -40,6 +41,7 @@ class Draw:
     lost: bool = False
     parked: Payload | None = None
     begun: Payload | None = None
+    avoids: str = ""
     payload: Payload | None = None
     oldest: int | None = None
     stage: str = ""
@@ -139,10 +141,12 @@ class Draws:
         draw.lost, draw.parked = True, parked
         self._again.add(group)
 
-    def rejected(self, group: int) -> bool:
-        """This draw cannot be used. True: the prompt is drawn again. False: it had its attempts and is set aside."""
+    def rejected(self, group: int, holder: str = "") -> bool:
+        """This draw, of the replica `holder`, cannot be used. True: the prompt is drawn again. False: it had its
+        attempts and is set aside."""
         draw = self._open[group]
         draw.attempt += 1
+        draw.avoids = holder
         draw.forget_result()
         draw.lost, draw.parked = False, None
         if draw.attempt >= STRIKES:

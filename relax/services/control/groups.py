@@ -222,7 +222,7 @@ class Groups:
 
     def _give_up(self, group: int, stage: str, reason: str, detail: str) -> None:
         """This draw ends; its prompt is drawn again, or leaves the run where that happened too often."""
-        again = self._draws.rejected(group)
+        again = self._draws.rejected(group, self._book[group].holder or "")
         self._gate.drop(group, again=again)
         log.warning("draw_rejected", group=group, stage=stage, reason=reason, detail=detail, again=again)
         if again:

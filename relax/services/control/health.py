@@ -13,14 +13,16 @@ def trouble(
     """What ends the run now, with the name of who is to blame; None while all is well.
 
     Times are monotonic seconds: `started` of the controller, `moved` of the last sign of progress. `waits` says what
-    the next batch waits for.
+    the next batch waits for. A service that hangs ends by itself after the stall timeout; that it did is known here
+    when its next life registers, or when it has been silent for the peer timeout. Until then the run may go on.
     """
     if missing := registry.missing(now, started, options.startup_timeout):
         names = " and no ".join(missing)
         return f"no {names} service has joined within --startup-timeout {options.startup_timeout:g} s"
-    if now - moved > options.stall_timeout:
+    if now - moved > options.stall_timeout + options.peer_timeout:
         who = "; ".join(f"{entry.member.name} is {entry.activity}" for entry in registry.entries.values())
-        return f"nothing has moved for --stall-timeout {options.stall_timeout:g} s: {waits()}; {who}"
+        bounds = f"--stall-timeout {options.stall_timeout:g} s + --peer-timeout {options.peer_timeout:g} s"
+        return f"nothing has moved for {bounds}: {waits()}; {who}"
     return None
 
 

@@ -8,14 +8,14 @@ from relax.services.control.draws import Draw
 from relax.services.control.replicas import Replica
 from relax.services.control.state import PipelineState
 
-# The replica that takes a draw (by its group) now, of those whose version is allowed; None where there is none.
-Where = Callable[[int, Callable[[int], bool]], Replica | None]
+# The replica that takes a draw now, of those whose version is allowed; None where there is none.
+Where = Callable[[Draw, Callable[[int], bool]], Replica | None]
 
 
 class Issue:
     """Draws to be done again go first, then the stream. One that finds no replica waits and holds no other up: a parked
-    group of young tokens may wait for a replica at a newer version, while one of older tokens goes on where it is. (A
-    fresh group never could where one to be done again could not: it counts for more deadlines, and takes a slot.)"""
+    group of young tokens may wait for a replica at a newer version, while one of older tokens goes on where it is; one
+    that was rejected waits for another replica than before, so that one that hangs or fails costs no prompt."""
 
     def __init__(self, state: PipelineState) -> None:
         self._lockstep, self._patience = state.options.max_staleness == 0, state.options.peer_timeout
@@ -43,12 +43,12 @@ class Issue:
             if not self._place(draw, where, whole_batch):
                 break
 
-    def _anywhere(self, group: int, allowed: Callable[[int], bool]) -> Replica | None:
-        return self._replicas.choose(allowed)
+    def _anywhere(self, draw: Draw, allowed: Callable[[int], bool]) -> Replica | None:
+        return self._replicas.choose(allowed, but=draw.avoids)
 
     def _place(self, draw: Draw, where: Where, together: bool) -> bool:
         held = draw.group if draw.lost else None
-        replica = where(draw.group, lambda version: self._gate.can_issue(version, held))
+        replica = where(draw, lambda version: self._gate.can_issue(version, held))
         if replica is None:
             return False
         prompt, parked = draw.prompt, draw.parked
@@ -64,6 +64,7 @@ class Issue:
         return True
 
 
-def _at_its_seat(team: list[Replica], group: int, allowed: Callable[[int], bool]) -> Replica | None:
-    replica = team[group % len(team)]
+def _at_its_seat(team: list[Replica], draw: Draw, allowed: Callable[[int], bool]) -> Replica | None:
+    """Each attempt is at the next one."""
+    replica = team[(draw.group + draw.attempt) % len(team)]
     return replica if allowed(replica.version) else None

@@ -45,13 +45,13 @@ class Registry:
         self.entries: dict[str, Entry] = {}
         self._ended: deque[str] = deque(maxlen=ENDED)  # incarnations that are no members any more
         self._vacant: dict[str, float] = {}  # role -> since when nobody has it, after somebody had
-        self._names: set[str] = set()  # that somebody has or died with
+        self._names: dict[str, str] = {}  # that somebody has or died with -> their roles
         self._incarnations: set[str] = set()  # of all members
         self.restarts: Counter[str] = Counter()  # by name
 
     def check(self, message: Register) -> None:
         """Raises RegistrationError where the service cannot be a member: its options are not the run's, its name is
-        another role's, or this life of it has ended."""
+        another role's or somebody's on another node, others could not reach it, or this life of it has ended."""
         name = message.member.name
         differing = sorted(
             key
@@ -65,13 +65,26 @@ class Registry:
             )
             raise RegistrationError(
                 f"{name} was started with other options than the controller ({told}). "
-                "Start every service with the same topology file and flags."
+                "Start every service of a run with the same options."
             )
         held = self.entries.get(name)
         if held is not None and held.member.role != message.member.role:
             raise RegistrationError(
                 f"{name} is a {held.member.role} in this run already, it cannot be a {message.member.role} too"
             )
+        if held is not None and held.node != message.node:
+            raise RegistrationError(
+                f"{name} is on node {held.node or '-'} in this run, and this one is on node {message.node or '-'}. "
+                "A service keeps its name: put the entries that are added to a topology behind those that are there. "
+                "Where it is to move, it may come once the old one has ended or been silent for --peer-timeout"
+            )
+        for other in self.entries.values():
+            if _transport(other.member.endpoint) != _transport(message.member.endpoint):
+                raise RegistrationError(
+                    f"{name} listens at {message.member.endpoint} and {other.member.name} at {other.member.endpoint}, "
+                    "and not every host can reach both: start all services of the run with a node that has an address, "
+                    "or none"
+                )
         if message.member.incarnation in self._ended:
             raise RegistrationError(f"{name} ({message.member.incarnation}) was a member and is none any more")
 
@@ -81,7 +94,7 @@ class Registry:
         name = message.member.name
         if name not in self.entries and name in self._names:
             self.restarts[name] += 1
-        self._names.add(name)
+        self._names[name] = message.member.role
         entry = Entry(message.member, message.node, message.pid, now)
         self.entries[name] = entry
         self._incarnations.add(message.member.incarnation)
@@ -96,9 +109,13 @@ class Registry:
             self._ended.append(member.incarnation)
             self._incarnations.discard(member.incarnation)
             if not died:
-                self._names.discard(member.name)
+                self._names.pop(member.name, None)
             if not self.of_role(member.role):
                 self._vacant[member.role] = now
+
+    def expects(self, role: str) -> bool:
+        """Whether somebody has this role, or died with it and may come again."""
+        return role in self._names.values()
 
     def lives(self, incarnation: str) -> bool:
         return incarnation in self._incarnations
@@ -154,6 +171,10 @@ class Registry:
         """The member that has been silent longest, if it is past `timeout` seconds."""
         quiet = [e for e in self.entries.values() if now - e.heard > timeout]
         return min(quiet, key=lambda e: e.heard, default=None)
+
+
+def _transport(endpoint: str) -> str:
+    return endpoint.partition("://")[0]
 
 
 def _value(text: str | None) -> str:

@@ -28,6 +28,7 @@ class Replicas:
         self._leaving: list[Replica] = []
         self._left = 0
         self._dead: set[str] = set()  # to be started again
+        self._teamed = False  # whether there was a lockstep batch
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(sorted(self._by_name.values(), key=lambda r: r.member.name))
@@ -39,11 +40,13 @@ class Replicas:
         replica = self._by_name[member.name] = Replica(member)
         return replica
 
-    def died(self, name: str) -> Replica | None:
+    def died(self, member: Member) -> Replica | None:
         """This life of a replica has ended; returns what it held. None when it had left."""
-        replica = self._by_name.pop(name, None)
-        if replica is None:
+        name = member.name
+        replica = self._by_name.get(name)
+        if replica is None or replica.member != member:
             return None
+        del self._by_name[name]
         self._dead.add(name)
         self._placement.gone(name)
         if replica.leaving:
@@ -89,21 +92,28 @@ class Replicas:
 
     # --- who gets a group --------------------------------------------------------------------------------------------
 
-    def choose(self, allowed: Callable[[int], bool]) -> Replica | None:
-        """The emptiest replica with room whose version is `allowed`."""
-        chosen = self._placement.choose(allowed)
+    def choose(self, allowed: Callable[[int], bool], but: str = "") -> Replica | None:
+        """The emptiest replica with room whose version is `allowed`; not `but` where another one stays, which is then
+        waited for."""
+        if but and not any(replica.member.name != but and not replica.leaving for replica in self._by_name.values()):
+            but = ""
+        chosen = self._placement.choose(allowed, but)
         return None if chosen is None else self._by_name[chosen[0]]
 
     def lockstep_team(self, version: int, now: float, deadline: float) -> list[Replica]:
         """Who samples a lockstep batch: all replicas at `version`, once none is still given time to get there.
 
         A replica that has not acknowledged the version `deadline` seconds after its announcement is out of this batch.
+        So is, after the first batch, one that has not acknowledged any: it is being started, which may take minutes.
         Empty while somebody is waited for.
         """
         staying = [r for r in self if not r.leaving]
-        if any(now - r.announced < deadline for r in staying if r.version != version):
+        behind = [r for r in staying if r.version != version and (r.version >= 0 or not self._teamed)]
+        if any(now - r.announced < deadline for r in behind):
             return []
-        return [r for r in staying if r.version == version]
+        team = [r for r in staying if r.version == version]
+        self._teamed = self._teamed or bool(team)
+        return team
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
