@@ -17,14 +17,13 @@ class SlowClock(Watchdog):
     """On a machine where a micro-batch takes most of the stall timeout."""
 
     def __init__(self) -> None:
-        self.now, self.seen = 0.0, list[tuple[bool, str | None]]()
+        self.now, self.seen = 0.0, list[str | None]()
         super().__init__(TIMEOUT, lambda problem: None, clock=lambda: self.now)
 
-    def moved(self) -> None:
+    def moved(self, kind: str) -> None:
         self.now += A_MICRO_BATCH
-        working = self._works > 0
-        self.seen.append((working, self.look()))
-        super().moved()
+        self.seen.append(self.look())
+        super().moved(kind)
 
 
 def test_a_batch_that_takes_longer_than_the_stall_timeout_is_no_stall_while_it_gets_on(tmp_path) -> None:
@@ -53,5 +52,15 @@ def test_a_batch_that_takes_longer_than_the_stall_timeout_is_no_stall_while_it_g
 
     samples = len(batch["prompt_lens"])
     assert asyncio.run(life()) == samples, "what the controller hears of rises with each"
-    within = [problem for working, problem in watchdog.seen if working]
-    assert len(within) >= samples and samples * A_MICRO_BATCH > TIMEOUT and not any(within)
+    assert len(watchdog.seen) >= samples and samples * A_MICRO_BATCH > TIMEOUT and not any(watchdog.seen)
+
+
+def test_a_micro_batch_that_does_not_end_is_a_stall_with_a_name() -> None:
+    watchdog = SlowClock()
+    model = ValueModel(SimpleNamespace(role="critic", watchdog=watchdog))  # type: ignore[arg-type]
+    with model.computing():
+        assert watchdog.look() is None
+        for _ in range(3):
+            watchdog.now += A_MICRO_BATCH
+            found = watchdog.look()
+    assert found == "has not got on with computing for --stall-timeout 3 s"
