@@ -32,10 +32,14 @@ from relax.config.violation import ConfigError, Violation
 from relax.launch.obstacle import obstacle
 from relax.launch.places import enter, members, places_of, remove_if_dead, try_lock
 from relax.names import file_name
+from relax.status.snapshot import Snapshot, SnapshotError
 
 # Tells which run a directory is of; it is written last.
 RECORD = "runtime.json"
 PIDS_SHOWN = 3
+# A controller on another host that wrote its status so lately is alive: longer than file systems of several hosts take
+# to show what was written.
+ELSEWHERE_SECONDS = 30.0
 # In the runtime directory: a link to the run directory, for services that know the run by its controller alone.
 HOME = "run"
 
@@ -244,18 +248,16 @@ class RunDir:
             run = cls.load(path)
             if run.run_id != run_id:
                 raise ConfigError([_refusal(path, f"it holds run {run.run_id}, the controller's is {run_id}")])
-            alive, anew = _live(path), (run.lineage, run.cut) != (life.lineage, life.cut)
-            if run.lineage > life.lineage or (anew and alive):
+            anew = (run.lineage, run.cut) != (life.lineage, life.cut)
+            if run.lineage > life.lineage or (anew and _live(path)):
                 problem = f"lineage {run.lineage} of the run is there, the controller's is {life.lineage}"
                 raise ConfigError([_refusal(path, problem, fix="End what is left of the other one.")])
-            if not alive:
-                run.runtime_dir, run.shm_dir = places_of(run_id)
-            run._member = enter(run.runtime_dir, run.shm_dir)
-            run.lineage, run.cut = life.lineage, life.cut
             if anew:
+                run.runtime_dir, run.shm_dir = places_of(run_id)  # as for a resume
+            run._member = enter(run.runtime_dir, run.shm_dir)
+            if anew:
+                run.lineage, run.cut = life.lineage, life.cut
                 run._write(config, topology)
-            elif not alive:
-                run._write_places()
             return run
 
     @classmethod
@@ -370,9 +372,27 @@ def resume_refusals(run: RunDir) -> list[Violation]:
     """Why `run` cannot be resumed where it is; leaves nothing there."""
     if members(run.runtime_dir):
         return [_refusal(run.path, _goes_on(run.path), "--resume", "Stop it first.")]
+    if problem := _goes_on_elsewhere(run):
+        fix = f"Stop it there; if it was killed, wait {ELSEWHERE_SECONDS:g} s."
+        return [_refusal(run.path, problem, "--resume", fix)]
     problems = {place: obstacle(place) for place in (run.path, run.checkpoints_dir)}
     fix = "Make it writable, or copy the run to a place that is."
     return [_refusal(place, problem, "--resume", fix) for place, problem in problems.items() if problem][:1]
+
+
+def _goes_on_elsewhere(run: RunDir) -> str | None:
+    """What speaks for a living controller on another host that has this directory too, whose processes and locks cannot
+    be seen from here."""
+    try:
+        seen = Snapshot.read(run.status)
+    except SnapshotError:
+        return None
+    if seen is None or seen.code is not None or seen.host == socket.gethostname():
+        return None
+    silence = time.time() - seen.time
+    if silence > ELSEWHERE_SECONDS:
+        return None
+    return f"a run is going on there, on host {seen.host}: its controller wrote {run.status.name} {silence:.0f} s ago"
 
 
 def directory_refusals(directory: Path, source: str = "") -> list[Violation]:

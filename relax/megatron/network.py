@@ -62,6 +62,8 @@ class Network(ABC):
         else:
             self.module.requires_grad_(False)
         self._micro: Micro | None = None
+        # Called at each micro-batch, by the thread that computes: a sign that it gets on.
+        self.moved: Callable[[], None] = lambda: None
         if self.grid.last_stage and not self.grid.sequence_parallel:
             # Only what predicts a response token goes through the output layer. Under sequence parallelism the output
             # layer itself gathers the sequence, so there the choice is made behind it.
@@ -172,6 +174,7 @@ class Network(ABC):
         )
 
         def step(iterator: Iterator[Micro], module: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            self.moved()
             micro = next(iterator)
             self._micro = micro
             output = module(self._local_tokens(micro), None, None)

@@ -15,7 +15,7 @@ from typing import Any
 from relax.config.checks import model_ranks
 from relax.config.flags import Parser
 from relax.config.resolve import Resolved, load
-from relax.config.schema import ROLES
+from relax.config.schema import REPLICATED, ROLES
 from relax.config.simulated import SIMULATED
 from relax.config.topology import Service as Entry
 from relax.config.violation import ConfigError, Violation
@@ -111,8 +111,13 @@ def _entry(resolved: Resolved, role: str, name: str | None) -> Entry:
     entry = topology.service(name or "")
     if entry is None or entry.role != role:
         names = ", ".join(e.name for e in of_role) or "none"
+        more = " To add one to a run, give a copy of that file with more replicas." if role in REPLICATED else ""
         raise ConfigError(
-            [Violation("--name", name, f"is no {role} service of {topology.path}", f"Its {role} services: {names}.")]
+            [
+                Violation(
+                    "--name", name, f"is no {role} service of {topology.path}", f"Its {role} services: {names}.{more}"
+                )
+            ]
         )
     return entry
 

@@ -74,7 +74,7 @@ class Reference(Service):
         responses = Responses.from_arrays(arrays, message.payload.id)
         await self.reached(self.version, message.version, f"was asked for reference version {message.version}")
         self.activity = f"scoring with version {self.version.value}"
-        with self.watchdog.work("scoring"):
+        with self.model.computing():
             version, logprobs = await self.model.ranks.lead(lambda ranks: self._score(ranks, responses))
         self.counters["samples"] += len(responses.response_lens)
         self.activity = "waiting for groups"

@@ -1,5 +1,6 @@
 """What works with a model have in common: it is saved while it goes on, and loaded."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ class SavedWork:
     def saves(self, network: Network, learner: Learner[Any] | None = None) -> None:
         self._network, self._learner = network, learner
         self._snapshot = Snapshot(network, learner)
+
+    def tell(self, moved: Callable[[], None]) -> None:
+        """`moved` is called at each micro-batch of this rank, by the thread that computes it."""
+        self._network.moved = moved
 
     @property
     def num_parameters(self) -> int:

@@ -13,6 +13,7 @@ from relax.launch import supervisor
 from relax.launch.guard import Guard
 from relax.launch.plan import ProcessPlan
 from relax.launch.rundir import RunDir
+from relax.launch.stopping import StopSignals
 from relax.launch.supervisor import Child, Supervisor
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
@@ -70,7 +71,13 @@ def test_what_a_dead_life_left_is_ended_with_it_and_its_number_is_not_kept(
             (tmp_path / "done").touch()
 
     watcher = Supervisor(
-        run, plans, mark=secrets.token_hex(8), budget=RestartBudget(3, 600), restarted={"reward"}, tick=tick
+        run,
+        plans,
+        signals=StopSignals(),
+        mark=secrets.token_hex(8),
+        budget=RestartBudget(3, 600),
+        restarted={"reward"},
+        tick=tick,
     )
     assert watcher.run().code == 0
     (sessions,) = swept

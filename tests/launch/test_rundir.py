@@ -3,11 +3,13 @@
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from relax.launch import places, rundir
 from relax.launch.obstacle import obstacle
 from relax.launch.places import places_of
 from relax.launch.plan import mark_of
-from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals
+from relax.launch.rundir import RunDir, directory_refusals, numbered, refusals, resume_refusals
 from relax.protocol.messages import Welcome
+from relax.status.snapshot import Seen, Snapshot
 
 JOIN = """
 import pathlib, sys, time
@@ -281,6 +284,33 @@ def test_what_was_killed_is_resumed_and_its_remains_are_cleared(
     run.leave()
 
 
+@pytest.mark.parametrize(
+    ("host", "silent", "code", "refused"),
+    [
+        ("elsewhere", 2.0, None, True),
+        ("elsewhere", 100.0, None, False),  # killed, or its host is gone
+        ("elsewhere", 2.0, 1, False),  # it said itself that it had ended
+        (socket.gethostname(), 2.0, None, False),  # killed here, where nobody takes part any more
+    ],
+)
+def test_a_run_that_is_alive_on_another_host_is_not_resumed(
+    tmp_path: Path, host: str, silent: float, code: int | None, refused: bool
+) -> None:
+    """Both hosts have the directory; neither sees the processes and the locks of the other."""
+    run = RunDir.create(tmp_path / "run")
+    run.leave()
+    heard = time.time() - silent
+    me = Seen("controller", "controller", "", 1, "1a2b", True, heard, heard, "at work", None)
+    Snapshot(run.run_id, 0, host, heard, heard, code, 40, 3, 3, 4, "nothing", (), 0, 0, 8, 8, services=(me,)).write(
+        run.status
+    )
+    problems = [str(violation) for violation in resume_refusals(run)]
+    assert bool(problems) == refused
+    assert all(
+        "a run is going on there, on host elsewhere: its controller wrote status.json 2 s ago" in p for p in problems
+    )
+
+
 @pytest.mark.parametrize("how", ["resume", "join"])
 def test_a_run_goes_on_when_the_login_that_it_began_in_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -295,7 +325,7 @@ def test_a_run_goes_on_when_the_login_that_it_began_in_is_over(
     if how == "resume":
         again = RunDir.resume(tmp_path / "run", 3)
     else:
-        again = RunDir.join(tmp_path / "run", Welcome(run.run_id, 0, 0), name="t", directory=tmp_path)
+        again = RunDir.join(tmp_path / "run", Welcome(run.run_id, 1, 3), name="t", directory=tmp_path)
     assert again.runtime_dir.parent == Path("/tmp") and again.runtime_dir.is_dir()
     beside = RunDir.create_or_join(tmp_path / "run")
     assert beside.runtime_dir == again.runtime_dir

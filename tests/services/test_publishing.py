@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from structlog import get_logger
 from structlog.testing import capture_logs
 
 from relax.protocol.messages import Published
@@ -17,12 +16,21 @@ from relax.services.actor import Actor
 from relax.services.models.base import Weights
 from relax.services.models.megatron import MegatronPolicy
 from relax.services.publishing import Publishing, Staged
-from relax.services.service import Context
+from relax.services.service import Context, Service
 from relax.weights.checkpoint import checkpoint_shapes
 from relax.weights.manifest import Manifest
 from relax.weights.publication import Publisher
 from relax.weights.store import ChunkStore
 from tests.megatron import tiny
+
+
+class Still(Service):
+    """A service whose ranks are kept by nobody: there is one."""
+
+    role = "actor"
+
+    def spawn(self, work: Any, name: str) -> Any:
+        work.close()
 
 
 class Trainer:
@@ -55,11 +63,8 @@ class Trainer:
 
     @asynccontextmanager
     async def running(self):
-        context = SimpleNamespace(model_options=self.options)
-        service: Any = SimpleNamespace(
-            role="actor", options=self.options, context=context, spawn=lambda work, name: work.close(), log=get_logger()
-        )
-        self.policy = MegatronPolicy(service)
+        run: Any = SimpleNamespace(run_id="test")
+        self.policy = MegatronPolicy(Still(Context("actor", self.options, run, "", "", None, self.options)))
         await self.policy.build(50)
         self.publishing = Publishing(self.policy.stage, self._publish, self._tell)
         lane = asyncio.create_task(self.publishing.run())

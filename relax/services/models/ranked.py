@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
@@ -14,6 +15,8 @@ from relax.services.models.base import Taken
 from relax.services.ranks import Ranks
 from relax.services.saved_work import SavedWork
 from relax.services.service import Service
+
+COMPUTING = "computing"
 
 P = ParamSpec("P")
 W = TypeVar("W", bound=SavedWork)
@@ -33,6 +36,8 @@ class RankedModel(Generic[W]):
         """Starts the ranks, which live until `close`; one that falls ends the service."""
         self.work = await self.ranks.build(work, self.service.context.model_options, *args, **kwargs)
         self.service.spawn(self.ranks.keep(), "keeping the ranks")
+        self.service.counters["micro_batches"] = 0.0
+        self.work.tell(self._moved)
         self.copies = ModelCopies(self.ranks, self.work)
         self.service.log.info("model_built", parameters=self.work.num_parameters)
 
@@ -44,6 +49,16 @@ class RankedModel(Generic[W]):
         told = {"steps": loaded.steps, "optimizer": loaded.optimizer, "rng": loaded.generators}
         self.service.log.info("checkpoint_loaded", path=str(part), **told)
         return loaded
+
+    def computing(self) -> AbstractContextManager[None]:
+        """For what consists of micro-batches, while this service waits for it."""
+        return self.service.watchdog.work(COMPUTING)
+
+    def _moved(self) -> None:
+        """A sign of progress to the watchdog and, with the counters, to the controller: a batch takes what it takes.
+        Called by the model's thread."""
+        self.service.watchdog.moved(COMPUTING)
+        self.service.counters["micro_batches"] += 1
 
     async def close(self, clean: bool) -> None:
         await self.ranks.close(clean)
@@ -60,5 +75,6 @@ class RankedLearner(RankedModel[L]):
 
     async def train(self, taken: Taken) -> tuple[Metrics, float]:
         started = time.monotonic()
-        metrics = Metrics(await self.ranks.run(self.work.train, taken.tensors.arrays()))
+        with self.computing():
+            metrics = Metrics(await self.ranks.run(self.work.train, taken.tensors.arrays()))
         return metrics, time.monotonic() - started

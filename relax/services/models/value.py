@@ -16,4 +16,5 @@ class ValueModel(RankedLearner[CriticWork]):
 
     async def values(self, responses: Responses) -> np.ndarray:
         """float32, one a response token."""
-        return await self.ranks.run(self.work.values, responses.arrays())
+        with self.computing():
+            return await self.ranks.run(self.work.values, responses.arrays())
