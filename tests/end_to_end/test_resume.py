@@ -105,8 +105,8 @@ def data(tmp_path: Path) -> str:
     return str(file)
 
 
-def every_prompt_in_every_epoch() -> Counter[tuple[int, int]]:
-    return Counter((prompt, epoch) for epoch in range(EPOCHS) for prompt in range(PROMPTS))
+def every_prompt_in_every_epoch(epochs: int) -> Counter[tuple[int, int]]:
+    return Counter((prompt, epoch) for epoch in range(epochs) for prompt in range(PROMPTS))
 
 
 def cuts(directory: Path) -> list[int]:
@@ -115,11 +115,11 @@ def cuts(directory: Path) -> list[int]:
         return [cut for (cut,) in ledger.execute("SELECT first_batch FROM lineages ORDER BY lineage")]
 
 
-def check(life: Life, lineage: int) -> None:
+def check(life: Life, lineage: int, epochs: int = EPOCHS) -> None:
     assert life.lineage() == lineage
-    assert trained_prompts(life.directory) == every_prompt_in_every_epoch()
+    assert trained_prompts(life.directory) == every_prompt_in_every_epoch(epochs)
     last = rows(life)
-    assert [row["batch"] for row in last] == list(range(PROMPTS * EPOCHS // BATCH))
+    assert [row["batch"] for row in last] == list(range(PROMPTS * epochs // BATCH))
     assert max(row["train/staleness/max"] for row in last) <= 2
     newest = CheckpointDirectory(life.directory / "checkpoints").newest()
     assert newest is not None and newest.batch == len(last) and newest.lineage == lineage
@@ -151,20 +151,23 @@ def test_four_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, data: str) -
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_twenty_kills_at_random_moments(tmp_path: Path, data: str) -> None:
-    life = begin(tmp_path, prompt_data=data, num_rollout=None, num_epoch=EPOCHS, save_interval=2)
+def test_twenty_kills_at_random_moments_of_sixty_batches(tmp_path: Path, data: str) -> None:
+    epochs = 2 * EPOCHS
+    options = {"num_rollout": None, "num_epoch": epochs, "save_interval": 2, "sim_train_seconds": 0.2}
+    life = begin(tmp_path, prompt_data=data, **options)
     chosen, kills = random.Random(5), 0
     moments = [trained, trained, checkpoint_under_way, just_published]
     while kills < 20:
+        moment = epoch_ends if kills in (6, 13) else chosen.choice(moments)
         assert life.lineage_is(kills), life.output
-        if not life.until(chosen.choice(moments)(life, chosen.randrange(4))):
+        if not life.until(moment(life, chosen.randrange(4))):
             pytest.fail(f"the run ended after {kills} kills: {life.output}")
         time.sleep(chosen.random() * 0.1)
         life.kill()
         kills += 1
         life = again(tmp_path)
     assert life.end() == 0, life.output
-    check(life, kills)
+    check(life, kills, epochs)
 
 
 def test_a_truncated_checkpoint_is_skipped_and_the_one_before_is_used(tmp_path: Path, data: str) -> None:
