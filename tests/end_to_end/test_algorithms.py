@@ -54,7 +54,8 @@ OWN = {
 }
 
 
-NAMES = [pytest.param(name, marks=[pytest.mark.long] if name == "rloo" else []) for name in RUNS]
+WIDE = ("rloo", "reinforce_plus_plus")
+NAMES = [pytest.param(name, marks=[pytest.mark.long] if name in WIDE else []) for name in RUNS]
 
 
 class Runs:
@@ -114,6 +115,7 @@ def test_the_values_of_a_batch_are_those_of_the_critic_that_trains_on_it(runs: R
     assert min(run.column("train/value_grad_norm")) > 0, "a critic that does not change would agree trivially"
 
 
+@pytest.mark.long
 def test_the_kl_to_the_reference_is_part_of_the_return(runs: Runs) -> None:
     """gamma is 1, so a sample's mean return lies below its reward by the KL that is still to come: none at batch 0."""
     run = runs["reinforce_plus_plus"]

@@ -19,7 +19,7 @@ def start(role: str, folder: Path, topology: Path, flags: Sequence[str]) -> subp
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True, cwd=folder)
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("tcp", marks=pytest.mark.long)])
 def test_services_started_one_by_one_are_a_run(tmp_path: Path, transport: str) -> None:
     """The controller comes last; each is given the topology and where the run, or its controller, is."""
     flags: list[str]

@@ -89,6 +89,7 @@ def test_a_rollout_that_dies_comes_back_and_an_actor_that_dies_ends_the_run_name
     wait_for(going.nothing_left, GONE_SECONDS, "the processes and the shared memory of the run to be gone")
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_the_run(going: Going) -> None:
     going.launcher.send_signal(signal.SIGINT)
     going.end()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import tiny_run
 
 from relax.ledger import queries
@@ -16,6 +17,7 @@ def choose(rewards, row, **rest):
 """
 
 
+@pytest.mark.long
 def test_what_a_filter_does_not_want_is_dropped_counted_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "wanted.py").write_text(FILTER)
     chosen = "wanted:choose"
