@@ -192,7 +192,7 @@ def serve(role: str, endpoint: str, handled: Counter[str]) -> Mailbox:
 
 async def attack(served: Mailbox, good: Mailbox, fuzzer: Fuzzer, rounds: int) -> list[int]:
     """Send `rounds` mutated messages while `good` goes on talking; RSS after each quarter."""
-    sizes = []
+    sizes, mark = [], msgpack.unpackb(encode(Note(-1))[0][4:])
 
     async def talk() -> int:
         number = 0
@@ -214,13 +214,12 @@ async def attack(served: Mailbox, good: Mailbox, fuzzer: Fuzzer, rounds: int) ->
                     await asyncio.sleep(0.0005)
                     assert not talking.done(), talking.exception()
                 if i % (rounds // 4) == rounds // 4 - 1:
+                    # A connection keeps its order: when this arrives, all before it was read and waits in no buffer.
+                    name = f"mark-{fuzzer.link}-{i}"
+                    packed = msgpack.packb(["run", 0, name, "a1", 1, "ipc:///x", *mark])
+                    socket.send(head(TELL, 0, 1, 1, packed) + packed)
+                    await until(lambda name=name: ("run", name, "a1") in served._inlets)
                     sizes.append(rss())
-            last = msgpack.unpackb(encode(Note(-1))[0][4:])
-            name = f"last-{fuzzer.link}"
-            packed = msgpack.packb(["run", 0, name, "a1", 1, "ipc:///x", *last])
-            socket.send(head(TELL, 0, 1, 1, packed) + packed)
-            # A connection keeps its order: when this arrives, all of the attack was read.
-            await until(lambda: ("run", name, "a1") in served._inlets)
             assert await good.ask(served.endpoint, Question(7), 20.0) == Reply(7)
         finally:
             talking.cancel()
