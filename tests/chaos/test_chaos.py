@@ -6,13 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import Setting, chaos
+from chaos import Setting, chaos, tiny_run
 
 SIMULATED = Setting(
-    options={
-        "rm_type": None,
-        "custom_rm_path": "relax.simulation.reward:coin",
-        "lr": None,
+    options=tiny_run.SIMULATED
+    | {
         "max_staleness": 2,
         "rollout_batch_size": 16,
         "n_samples_per_prompt": 1,

@@ -25,11 +25,8 @@ from relax.services.service import STALLED
 
 BATCH, STALENESS, STALL = 8, 2, 6.0
 # A sample of rollout-1 takes five hours.
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = tiny_run.SIMULATED | {
     "services": {"rollout": {"engine": "simulated", "replicas": 2}, "actor": {"engine": "simulated"}},
-    "rm_type": None,
-    "custom_rm_path": "relax.simulation.reward:coin",
-    "lr": None,
     "max_staleness": STALENESS,
     "rollout_batch_size": BATCH,
     "n_samples_per_prompt": 1,

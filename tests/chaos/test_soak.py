@@ -13,15 +13,12 @@ import tiny_run
 from inventory import Book
 
 GROUPS, BATCH = 20_000, 50
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = tiny_run.SIMULATED | {
     "services": {
         "rollout": {"engine": "simulated", "replicas": 2},
         "reward": {"replicas": 1},
         "actor": {"engine": "simulated"},
     },
-    "rm_type": None,
-    "custom_rm_path": "relax.simulation.reward:coin",
-    "lr": None,
     "max_staleness": 2,
     "rollout_batch_size": BATCH,
     "n_samples_per_prompt": 2,

@@ -19,11 +19,8 @@ from relax.ledger import queries
 from relax.metrics.history import read_rows
 
 BATCH = 8
-SIMULATED: dict[str, Any] = {
+SIMULATED: dict[str, Any] = tiny_run.SIMULATED | {
     "services": {"rollout": {"engine": "simulated", "replicas": 2}, "actor": {"engine": "simulated"}},
-    "rm_type": None,
-    "custom_rm_path": "relax.simulation.reward:coin",
-    "lr": None,
     "max_staleness": 2,
     "rollout_batch_size": BATCH,
     "n_samples_per_prompt": 1,

@@ -17,11 +17,8 @@ from inventory import Book, Look, Observer, endpoint, trained_by_the_actor
 MOMENTS = 20
 SERVICES = ("controller", "rollout-0", "rollout-1", "rollout-2", "rollout-3", "reward-0", "advantages", "actor")
 BATCH = 16
-SIMULATED: dict[str, Any] = {
+SIMULATED: dict[str, Any] = tiny_run.SIMULATED | {
     "services": {"rollout": {"engine": "simulated", "replicas": 4}, "actor": {"engine": "simulated"}},
-    "rm_type": None,
-    "custom_rm_path": "relax.simulation.reward:coin",
-    "lr": None,
     "rollout_batch_size": BATCH,
     "n_samples_per_prompt": 1,
     "rollout_max_response_len": 500,

@@ -31,6 +31,9 @@ OPTIONS: dict[str, Any] = {
     "peer_timeout": 60,
 }
 
+# A run without a model: nothing there that only a model could act on.
+SIMULATED: dict[str, Any] = {"rm_type": None, "custom_rm_path": "relax.simulation.reward:coin", "lr": None}
+
 
 @dataclass(frozen=True)
 class Run:
